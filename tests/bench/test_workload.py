@@ -1,0 +1,118 @@
+"""Datasets in all their forms, and the test for loops."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from tokenspeed.bench.acceptance import Record, by_depth, loops, summary, table
+from tokenspeed.bench.workload import load_prompts
+from tokenspeed.errors import ConfigError
+
+
+def test_builtin():
+    prompts = load_prompts("builtin")
+    assert len(prompts) == 24 and len({p.messages[0]["content"] for p in prompts}) == 24
+    assert {"writing", "coding", "math"} <= {p.category for p in prompts}
+    assert len({p.category for p in load_prompts("builtin", 6)}) == 6  # taken evenly
+    assert len(load_prompts("builtin", 50)) == 50
+
+
+def test_file_forms(tmp_path):
+    rows = [
+        {"prompt": "a", "category": "x"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}], "set": "y"},
+        {"turns": ["c", "c2"], "category": "writing", "question_id": 81},
+        {"question": "d", "answer": "4"},
+    ]
+    text = "\n".join(map(json.dumps, rows)) + "\n\n"
+    path, packed = tmp_path / "p.jsonl", tmp_path / "p.jsonl.gz"
+    path.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    found = load_prompts(str(path))
+    assert [(p.category, p.messages[-1]["content"]) for p in found] == [
+        ("x", "a"), ("y", "b"), ("writing", "c"), ("all", "d"),
+    ]  # fmt: skip
+    assert len(found[1].messages) == 2
+    assert load_prompts(str(packed)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no prompts"),
+        ("{", "line 1 is not valid JSON"),
+        ('{"prompt": "a"}\n[1]', "line 2 must be"),
+        ('{"prompt": 3}', "line 1 must be"),
+        ('{"messages": []}', "line 1 must be"),
+        ('{"messages": ["x"]}', "line 1 must be"),
+    ],
+)
+def test_bad_files(tmp_path, text, words):
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_prompts(str(path))
+
+
+def test_missing_and_binary_files(tmp_path):
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_prompts(str(tmp_path / "none.jsonl"))
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_prompts(str(tmp_path / "b.jsonl"))
+    (tmp_path / "b.gz").write_bytes(b"not gzip")
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_prompts(str(tmp_path / "b.gz"))
+
+
+def counted(tokens):
+    """The definition, word for word."""
+    tail = tokens[-128:]
+    grams = [tuple(tail[i : i + 8]) for i in range(len(tail) - 7)]
+    return any(grams.count(gram) >= 4 for gram in grams)
+
+
+def test_loops_by_the_definition():
+    phrase, other = list(range(8)), list(range(100, 400))
+    assert loops(phrase * 4) and not loops(phrase * 3) and not loops(other)
+    assert loops([5] * 11) and not loops([5] * 10)  # overlapping 8-grams: 11 - 7 = 4
+    assert not loops([]) and not loops([1] * 7)
+    assert not loops(phrase * 4 + other[:128])  # over 128 tokens ago
+    assert loops(other + phrase * 4)
+    assert loops(phrase + other[:32] + phrase + other[40:60] + phrase + other[70:80] + phrase)
+    draw = random.Random(0)
+    for _ in range(300):
+        tokens = [draw.randrange(2) for _ in range(draw.randrange(160))]
+        block = tokens[: draw.randrange(1, 40)] * draw.randrange(1, 8)
+        assert loops(tokens) == counted(tokens) and loops(block) == counted(block)
+
+
+RECORDS = [
+    Record("math", 10, tuple(range(20)), 10, 150, 20, (10, 6, 4)),
+    Record("code", 300, tuple(range(100)), 40, 600, 60, (30, 20, 10, 0)),
+    Record("code", 10, tuple(range(8)) * 8, 4, 60, 28, (4, 4, 4, 4, 4, 4, 4)),  # loops
+]
+
+
+def test_summary():
+    found = summary(RECORDS)
+    assert (found["num_answers"], found["num_looping"]) == (3, 1)
+    assert found["all"]["accept_length"] == pytest.approx(1 + 108 / 54)
+    assert found["all"]["accept_length_no_loops"] == pytest.approx(1 + 80 / 50)
+    assert list(found["by_category"]) == ["code", "math"]
+    assert found["by_category"]["code"]["accept_length"] == pytest.approx(1 + 88 / 44)
+    assert found["by_category"]["code"]["accept_length_no_loops"] == pytest.approx(2.5)
+    assert list(found["by_position"]) == ["0-256", "256-1024"]
+    assert found["by_depth"]["all"][0] == pytest.approx(44 / 54)
+    assert found["by_depth"]["no_loops"] == pytest.approx([40 / 50, 26 / 50, 14 / 50, 0])
+    assert sum(by_depth(RECORDS)) == pytest.approx(found["all"]["accept_length"] - 1)
+    text = table(found)
+    assert "3.000" in text and "2.600" in text and "position 0-256" in text
+
+
+def test_summary_without_rounds():
+    found = summary([Record("a", 1, (1, 2), 0, 0, 0, ())])
+    assert found["all"]["accept_length"] is None and found["by_depth"]["all"] == []
+    assert "-" in table(found) and summary([])["num_answers"] == 0

@@ -1,0 +1,97 @@
+"""How each Triton kernel is called in practice: argument types by name, and representative compile-time constants."""
+
+import importlib
+import itertools
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from triton.runtime import JITFunction
+
+from tokenspeed.kernels import triton as package
+
+_DATA = "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out"
+_TYPES = {name: "data" for name in _DATA.split()}
+_TYPES |= {name: "*i64" for name in "positions slots indices mask path_slots seeds src dst".split()}
+_TYPES |= {name: "*i32" for name in "block_table prefix_lens starts cu_rows top_k".split()}
+_FLOATS = "cos_sin part_acc part_peak part_total logits temperature top_p min_p"
+_TYPES |= {name: "*fp32" for name in _FLOATS.split()}
+_TYPES |= {"eps": "fp32", "scale": "fp32"}
+_HALVES, _ALL = ("bf16", "fp16"), ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Build:
+    """One way to compile a kernel."""
+
+    constants: dict
+    dtypes: tuple[str, ...] = ("bf16",)
+    num_warps: int = 4
+    num_stages: int = 2
+    types: tuple[tuple[str, str], ...] = ()  # argument types that differ from the common ones
+
+    def signature(self, kernel: JITFunction, dtype: str) -> dict[str, str]:
+        types = _TYPES | dict(self.types)
+        found = {}
+        for name in kernel.arg_names:
+            kind = "constexpr" if name in self.constants else types.get(name, "i32")
+            found[name] = f"*{dtype}" if kind == "data" else kind
+        return found
+
+
+def _attention(**more) -> dict:
+    return dict(GROUP=4, NUM_KV_HEADS=8, DIM=128, PAGE=16, PRECISION="ieee", BLOCK_D=128) | more
+
+
+def _trees() -> Iterator[Build]:
+    for rows, windowed, split in itertools.product((16, 64), (False, True), (False, True)):
+        yield Build(_attention(WINDOWED=windowed, SPLIT=split, BLOCK_R=rows, BLOCK_S=64), _HALVES)
+    yield Build(_attention(WINDOWED=True, SPLIT=True, BLOCK_R=64, BLOCK_S=32), ("fp32",))
+    small = dict(GROUP=3, NUM_KV_HEADS=3, DIM=64, BLOCK_D=64, WINDOWED=False, SPLIT=True, BLOCK_R=64, BLOCK_S=64)
+    yield Build(_attention(**small))
+    yield Build(_attention(DIM=80, WINDOWED=False, SPLIT=True, BLOCK_R=64, BLOCK_S=64))
+
+
+BUILDS: dict[str, list[Build]] = {
+    "rms_norm_kernel": [
+        Build(dict(SIZE=576, BLOCK=1024), _ALL, 2),
+        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8),
+    ],
+    "add_rms_norm_kernel": [
+        Build(dict(SIZE=576, BLOCK=1024), _ALL, 2),
+        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8),
+    ],
+    "silu_and_mul_kernel": [Build(dict(BLOCK=1024), _ALL)],
+    "rope_store_kv_kernel": [
+        Build(
+            dict(NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, STORE=store, BLOCK_H=8, BLOCK_D=64), _ALL, num_warps=2
+        )
+        for store in (False, True)
+    ],
+    "prefill_attention_kernel": [
+        *(Build(_attention(WINDOWED=w, BLOCK_R=64, BLOCK_S=64), _HALVES) for w in (False, True)),
+        Build(_attention(WINDOWED=False, BLOCK_R=64, BLOCK_S=32), ("fp32",)),
+    ],
+    "tree_attention_kernel": list(_trees()),
+    "combine_kernel": [Build(dict(DIM=128, BLOCK_SPLITS=64, BLOCK_D=128), num_warps=1)],
+    "tree_attention_invariant_kernel": [
+        Build(_attention(WINDOWED=w, STRETCH=512, BLOCK_R=16, BLOCK_S=64), _HALVES) for w in (False, True)
+    ]
+    + [Build(_attention(WINDOWED=False, STRETCH=512, BLOCK_R=16, BLOCK_S=32), ("fp32",))],
+    "combine_invariant_kernel": [Build(dict(NUM_HEADS=32, DIM=128, STRETCH=512, BLOCK_D=128), num_warps=1)],
+    "sample_kernel": [Build(dict(BLOCK=4096), ("fp32",), 8, types=(("out", "*i64"),))],
+    "move_kv_kernel": [Build(dict(GROUP=g, BLOCK_M=16, BLOCK_E=256)) for g in (9, 16)],
+    "linear_invariant_kernel": [
+        Build(dict(HAS_BIAS=b, BLOCK_M=16, BLOCK_N=64, BLOCK_K=64), _ALL, num_stages=3) for b in (False, True)
+    ],
+}
+
+
+def kernels() -> dict[str, JITFunction]:
+    """Every kernel of tokenspeed.kernels.triton: the compiled functions whose names end in _kernel."""
+    found = {}
+    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for name, value in vars(importlib.import_module(info.name)).items():
+            if name.endswith("_kernel") and isinstance(value, JITFunction):
+                found[name] = value
+    return found

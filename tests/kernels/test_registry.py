@@ -1,0 +1,59 @@
+"""Which kernel runs where, and what a forced choice may be."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tokenspeed import kernels
+from tokenspeed.errors import ConfigError
+from tokenspeed.kernels import reference, registry
+
+
+def test_defaults(monkeypatch):
+    monkeypatch.delenv(registry.ENV, raising=False)
+    assert {registry.choose(op, "cpu") for op in registry.OPS} == {"torch"}
+    assert registry.choose("sample", "cuda") == "triton"
+    assert registry.choose("sample", "mps") == "torch"
+
+
+def test_every_op_has_a_function_and_a_reference():
+    for op, impls in registry.OPS.items():
+        assert callable(vars(kernels)[op])
+        assert impls["torch"].load() is vars(reference)[op]
+
+
+def test_forced(monkeypatch):
+    monkeypatch.setenv(registry.ENV, "sample=torch, move_kv=triton")
+    assert registry.choose("sample", "cuda") == "torch"
+    with pytest.raises(ConfigError, match="move_kv=triton can't run on cpu"):
+        registry.choose("move_kv", "cpu")
+    monkeypatch.setenv(registry.ENV, "all=torch")
+    assert {registry.choose(op, "cuda") for op in registry.OPS} == {"torch"}
+
+
+@pytest.mark.parametrize("value", ["nothing=torch", "sample=fast", "sample", "all=fast"])
+def test_unknown_choice(monkeypatch, value):
+    monkeypatch.setenv(registry.ENV, value)
+    with pytest.raises(ConfigError, match="no kernel"):
+        registry.choose("sample", "cpu")
+
+
+def test_choice_is_made_once(monkeypatch):
+    op = registry.Op("silu_and_mul")
+    fn = op["cpu"]
+    monkeypatch.setenv(registry.ENV, "nonsense")
+    assert op["cpu"] is fn
+    torch.testing.assert_close(fn(torch.zeros(1, 4)), torch.zeros(1, 2))
+
+
+def test_a_cpu_process_loads_no_triton():
+    code = """
+import sys, torch
+from tokenspeed import kernels
+kernels.silu_and_mul(torch.zeros(1, 4))
+print("tokenspeed.kernels.triton" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"

@@ -1,0 +1,90 @@
+"""Offline accept lengths: against rounds that really decode, and by hand."""
+
+import math
+
+import torch
+from spec.draft_cases import EAGLE4, PAGE, make_drafter
+
+from tokenspeed.config import Shape
+from tokenspeed.spec.base import DraftTree, Frontier
+from tokenspeed.spec.evaluate import (
+    Answer,
+    Round,
+    accepted_everywhere,
+    append_text,
+    is_looping,
+    offline_rounds,
+    simulate,
+    summarise,
+)
+
+
+def test_simulated_rounds_are_those_of_decoding(tmp_path):
+    """Rounds decoded one by one over a text that the draft half wrote, so that something is accepted."""
+    drafter, _ = make_drafter(tmp_path, EAGLE4, {})
+    g = torch.Generator().manual_seed(4)
+    n, prompt_len, shape = 60, 7, Shape(4, 2, 8)
+    tokens, aux = torch.randint(0, 97, (n,), generator=g), torch.randn(n, drafter.aux_size, generator=g)
+    for i in range(prompt_len, n - 3, 5):  # the draft's own favourite, and its second child after that
+        table = append_text(drafter, tokens, aux, PAGE)
+        tree = drafter.propose(frontier(tokens, aux, table, i), shape)
+        tokens[i + 1], tokens[i + 2] = tree.tokens[0, 1], tree.tokens[0, 2]
+    answer = offline_rounds(drafter, tokens, aux, prompt_len, shape, PAGE, "chat", batch=7)
+
+    table = append_text(drafter, tokens, aux, PAGE)
+    at, rounds = prompt_len, []
+    while at < n - 1:
+        tree = drafter.propose(frontier(tokens, aux, table, at), shape)
+        emitted = min(1 + covered(tree, tokens[at + 1 :].tolist()), n - 1 - at)
+        rounds.append(Round(at, emitted))
+        at += emitted
+    assert list(answer.rounds) == rounds
+    assert sum(r.emitted for r in rounds) == n - 1 - prompt_len
+    assert max(r.emitted for r in rounds) >= 3 and min(r.emitted for r in rounds) == 1
+
+
+def frontier(tokens, aux, table, at: int) -> Frontier:
+    return Frontier(tokens[at : at + 1], aux[at - 1 : at], torch.tensor([at]), table, None)
+
+
+def covered(tree: DraftTree, truth: list[int]) -> int:
+    node, depth = 0, 0
+    for token in truth:
+        children = [i for i in range(1, 8) if tree.parents[0, i] == node and tree.tokens[0, i] == token]
+        if not children:
+            return depth
+        node, depth = children[0], depth + 1
+    return depth
+
+
+def test_batches_do_not_matter(tmp_path):
+    drafter, _ = make_drafter(tmp_path, EAGLE4, {})
+    g = torch.Generator().manual_seed(4)
+    tokens, aux = torch.randint(0, 97, (40,), generator=g), torch.randn(40, drafter.aux_size, generator=g)
+    counts = [accepted_everywhere(drafter, tokens, aux, 5, Shape(3, 2, 6), PAGE, batch) for batch in (1, 35)]
+    assert torch.equal(*counts) and len(counts[0]) == 35
+
+
+def test_simulate_by_hand():
+    # Roots at 10, 13, 14, then the text ends at 16.
+    assert simulate(torch.tensor([2, 9, 9, 0, 5, 5, 5]), 10) == (Round(10, 3), Round(13, 1), Round(14, 2))
+    assert simulate(torch.tensor([4]), 10) == () and simulate(torch.tensor([]), 10) == ()
+
+
+def test_loops():
+    gram = list(range(8))
+    assert is_looping(gram * 4) and not is_looping(gram * 3 + [9] * 3)
+    assert not is_looping(gram * 4 + list(range(100, 228)))  # it stopped long ago
+    assert is_looping([5] * 11) and not is_looping([5] * 10) and not is_looping([])
+
+
+def test_summary():
+    answers = [
+        Answer((Round(10, 3), Round(300, 1)), False, "code"),
+        Answer((Round(20, 5),), True, "chat"),
+    ]
+    groups = summarise(answers)
+    assert groups["all"]["all"].accept_length == 3.0 and groups["all"]["no loops"].accept_length == 2.0
+    assert groups["all"]["all"].rate(2) == 2 / 3 and groups["all"]["all"].rate(3) == 1 / 3
+    assert groups["position 0-256"]["all"].rounds == 2 and groups["position 256-1024"]["no loops"].tokens == 1
+    assert math.isnan(groups["category chat"]["no loops"].accept_length)

@@ -1,0 +1,116 @@
+"""Output heads against float64 softmax over everything, and what they do with ties and NaN."""
+
+import pytest
+import torch
+
+from tokenspeed.layers.embedding import VocabTable
+from tokenspeed.layers.parameter import Placement
+from tokenspeed.spec.eagle4.head import CandidateHead, FullHead, largest
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+V, H = 301, 24
+
+
+def table(seed: int = 0, rows: int = V) -> VocabTable:
+    out = VocabTable(rows, H, CPU)
+    out.weight.copy_(torch.randn(rows, H, generator=torch.Generator().manual_seed(seed)))
+    return out
+
+
+def rows(count: int = 5) -> torch.Tensor:
+    return torch.randn(count, H, generator=torch.Generator().manual_seed(9))
+
+
+def candidate_head(rank: int, c: int, offset: float = 0.0, token_ids=None) -> CandidateHead:
+    """Factors by truncated SVD of the table; `offset` adds a constant to every low-rank score of `rows()`."""
+    full = table()
+    head = CandidateHead(full, token_ids, rank, c, CPU)
+    u, s, vh = torch.linalg.svd(full.weight, full_matrices=False)
+    params = head.params()
+    up, down = u[:, :rank] * s[:rank], vh[:rank]
+    if offset:  # a direction of `down` that every row has in equal measure
+        extra = torch.linalg.pinv(rows()) @ torch.ones(len(rows()))
+        up, down = torch.cat([up[:, :-1], torch.full((V, 1), offset)], 1), torch.cat([down[:-1], extra[None]])
+    params["efficient_lm_head.weight"].load(up)
+    params["efficient_lm_head_down_proj.weight"].load(down)
+    return head
+
+
+@pytest.mark.parametrize("k", [1, 4, 64])
+def test_full_head(k):
+    head = FullHead(table(), None, CPU)
+    ids, logprobs = head.topk(rows(), k)
+    exact = (rows().double() @ table().weight.double().t()).log_softmax(1)
+    best = exact.sort(1, descending=True)
+    assert torch.equal(ids, best.indices[:, :k]) and logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), best.values[:, :k], atol=1e-5, rtol=1e-5)
+
+
+def test_full_head_of_a_reduced_vocabulary():
+    token_ids = torch.arange(50) * 3 + 1
+    ids, logprobs = FullHead(table(1, 50), token_ids, CPU).topk(rows(), 3)
+    exact = (rows() @ table(1, 50).weight.t()).log_softmax(1)
+    assert torch.equal(ids, exact.topk(3).indices * 3 + 1)
+    torch.testing.assert_close(logprobs, exact.topk(3).values)
+
+
+def test_candidate_head_with_all_candidates_is_the_full_head():
+    full, low = FullHead(table(), None, CPU), candidate_head(H, V)
+    (a, x), (b, y) = full.topk(rows(), 8), low.topk(rows(), 8)
+    assert torch.equal(a, b)
+    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_candidate_head_of_full_rank_gives_exact_logprobs():
+    """Exact low-rank scores make the candidates' share exact: log-probabilities over the whole vocabulary."""
+    full, low = FullHead(table(), None, CPU), candidate_head(H, 16)
+    (a, x), (b, y) = full.topk(rows(), 8), low.topk(rows(), 8)
+    assert torch.equal(a, b)
+    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_a_constant_in_the_low_rank_scores_changes_nothing():
+    (a, x), (b, y) = (candidate_head(12, 16, offset).topk(rows(), 8) for offset in (0.001, 30.0))
+    assert torch.equal(a, b)
+    torch.testing.assert_close(x, y, atol=1e-3, rtol=1e-3)
+
+
+def test_candidate_head_by_its_definition():
+    head = candidate_head(10, 20, token_ids=torch.arange(V) + 1000)
+    params = head.params()
+    low = rows().double() @ params["efficient_lm_head_down_proj.weight"].target.double().t()
+    low = low @ params["efficient_lm_head.weight"].target.double().t()
+    ids, logprobs = head.topk(rows(), 5)
+    for r in range(5):
+        c = low[r].topk(20).indices
+        exact = (table().weight.double()[c] @ rows()[r].double()).softmax(0) * (
+            low[r][c].exp().sum() / low[r].exp().sum()
+        )
+        order = exact.argsort(descending=True)[:5]
+        assert ids[r].tolist() == (c[order] + 1000).tolist()
+        torch.testing.assert_close(logprobs[r].double(), exact[order].log(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", [lambda: FullHead(table(), None, CPU), lambda: candidate_head(12, 40)])
+def test_nan_and_zero_rows(make):
+    out = rows(3)
+    out[0], out[1] = torch.nan, 0.0
+    ids, logprobs = make().topk(out, 6)
+    assert int(ids.min()) >= 0 and int(ids.max()) < V
+    assert (logprobs[0] == -torch.inf).all() and torch.isfinite(logprobs[1:]).all()
+    assert ids[1].tolist() == sorted(ids[1].tolist())  # all scores are equal: by id
+    assert all(len(set(r)) == 6 for r in ids.tolist())
+
+
+def test_ties_of_the_full_head_go_to_the_lowest_ids():
+    assert FullHead(table(), None, CPU).topk(torch.zeros(2, H), 9)[0].tolist() == [list(range(9))] * 2
+
+
+@pytest.mark.parametrize("size", [5, 64, 1000, 4097])
+@pytest.mark.parametrize("k", [1, 4, 5])
+def test_largest_is_a_stable_sort(size, k):
+    scores = torch.randint(0, 6, (7, size), generator=torch.Generator().manual_seed(size)).float()
+    scores[1], scores[2, 0] = -torch.inf, torch.inf
+    assert torch.equal(largest(scores, k), scores.sort(dim=1, descending=True, stable=True).indices[:, :k])
+    scores[3, size // 2] = torch.nan
+    assert int(largest(scores, k).max()) < size

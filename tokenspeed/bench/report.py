@@ -1,0 +1,188 @@
+"""What a benchmark found: percentiles, the table, the JSON file and the plot."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.bench.client import Answer
+from tokenspeed.errors import ConfigError
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Linear between the two nearest ranks; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    low = int(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """{"p50": ..., "p90": ..., "p99": ...}, in the unit of `values`."""
+    return {f"p{p}": percentile(values, p) for p in PERCENTILES}
+
+
+def summarise(answers: Sequence[Answer], seconds: float, concurrency: int) -> dict[str, Any]:
+    """One row of the results. Times in milliseconds; failed answers count only as failed."""
+    good = [a for a in answers if a.error is None]
+    tokens = sum(a.num_tokens for a in good)
+    errors = sorted({a.error for a in answers if a.error is not None})
+    speeds = [len(a.gaps) / sum(a.gaps) for a in good if sum(a.gaps) > 0]
+    return {
+        "concurrency": concurrency,
+        "num_requests": len(answers),
+        "num_failed": len(answers) - len(good),
+        "errors": errors[:5],
+        "seconds": seconds,
+        "prompt_tokens": sum(a.num_prompt_tokens for a in good),
+        "output_tokens": tokens,
+        "tokens_counted_by_server": all(a.counted for a in good),
+        "output_tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+        "requests_per_second": len(good) / seconds if seconds > 0 else 0.0,
+        "tokens_per_second_per_request": percentile(speeds, 50),
+        "ttft_ms": percentiles([a.ttft * 1e3 for a in good]),
+        "itl_ms": percentiles([gap * 1e3 for a in good for gap in a.gaps]),
+        "latency_ms": percentiles([a.latency * 1e3 for a in good]),
+        "acceptance": _acceptance(good),
+    }
+
+
+def _acceptance(answers: Sequence[Answer]) -> dict[str, Any] | None:
+    """Summed over the answers whose server told it; None where no draft tree was used."""
+    told = [a.spec for a in answers if a.spec and a.spec.get("num_rounds")]
+    if not told:
+        return None
+    rounds, drafted, accepted = (
+        sum(spec.get(name) or 0 for spec in told) for name in ("num_rounds", "num_drafted", "num_accepted")
+    )
+    categories = sorted({a.category for a in answers})
+    return {
+        "source": "spec_metrics",
+        "accept_length": 1 + accepted / rounds,
+        "accept_rate": accepted / drafted if drafted else None,
+        "by_category": {name: _length(a.spec for a in answers if a.category == name) for name in categories},
+    }
+
+
+def _length(specs: Any) -> float | None:
+    told = [spec for spec in specs if spec and spec.get("num_rounds")]
+    rounds = sum(spec["num_rounds"] for spec in told)
+    return 1 + sum(spec.get("num_accepted") or 0 for spec in told) / rounds if rounds else None
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people."""
+    head = (
+        "conc",
+        "requests",
+        "failed",
+        "tok/s",
+        "tok/s/req",
+        "TTFT ms p50/p90/p99",
+        "ITL ms p50/p90/p99",
+        "accept",
+    )
+    lines = [head]
+    for row in rows:
+        acceptance = row.get("acceptance") or {}
+        lines.append(
+            (
+                str(row["concurrency"]),
+                str(row["num_requests"]),
+                str(row["num_failed"]),
+                _number(row["output_tokens_per_second"], 1),
+                _number(row["tokens_per_second_per_request"], 1),
+                _triple(row["ttft_ms"], 1),
+                _triple(row["itl_ms"], 2),
+                _number(acceptance.get("accept_length"), 2),
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def document(kind: str, rows: Sequence[dict[str, Any]], **about: Any) -> dict[str, Any]:
+    """The JSON file: how and where it was measured, and the rows."""
+    from tokenspeed.cli.version import gpu_names, versions
+
+    return {
+        "kind": kind,
+        "command": command_line(sys.argv),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "gpu": gpu_names(),
+        **about,
+        "results": list(rows),
+    }
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """`argv` as typed, for the record: the program by its name alone, keys blanked out."""
+    words = [Path(argv[0]).name if argv[0].endswith(".py") else "tokenspeed", *argv[1:]]
+    for i, word in enumerate(words):
+        name = word.split("=")[0].replace("_", "-")
+        if name == "--api-key":
+            words[i] = word if "=" not in word else "--api-key=..."
+            if "=" not in word and i + 1 < len(words):
+                words[i + 1] = "..."
+    return shlex.join(words)
+
+
+def write_json(path: str | Path, data: dict[str, Any]) -> None:
+    """Raises ConfigError where `path` can't be written."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error}") from None
+
+
+def check_plot(path: str | None) -> None:
+    """Raises ConfigError when `path` asks for a plot and matplotlib is missing: before the work."""
+    import importlib.util
+
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; install it with: pip install 'tokenspeed[bench]'")
+
+
+def plot(path: str | Path, series: dict[str, Sequence[dict[str, Any]]], title: str) -> None:
+    """A PNG of output tokens per second by concurrency, one line a series. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    ticks: set[int] = set()
+    for name, rows in series.items():
+        points = sorted((row["concurrency"], row["output_tokens_per_second"]) for row in rows)
+        ticks.update(x for x, _ in points)
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+        for x, y in points:
+            axes.annotate(
+                f"{y:.0f}", (x, y), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="concurrent requests", ylabel="output tokens per second", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _triple(values: dict[str, float | None], digits: int) -> str:
+    return "/".join(_number(values[f"p{p}"], digits) for p in PERCENTILES)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

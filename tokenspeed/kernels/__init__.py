@@ -1,0 +1,222 @@
+"""The ops that models, attention and sampling are made of: one function each, whichever kernel runs behind it.
+
+T is a number of rows, H a hidden size, B requests, N tree nodes of a request, D the head dimension. Tensors are
+contiguous in their last dimension; other strides are free unless said. `registry` picks the kernel.
+"""
+
+from torch import Tensor
+
+from tokenspeed.kernels.registry import Op
+from tokenspeed.kernels.rows import ChunkRows
+
+_rms_norm = Op("rms_norm")
+_add_rms_norm = Op("add_rms_norm")
+_silu_and_mul = Op("silu_and_mul")
+_rope_store_kv = Op("rope_store_kv")
+_prefill_attention = Op("prefill_attention")
+_tree_attention = Op("tree_attention")
+_tree_attention_invariant = Op("tree_attention_invariant")
+_sample = Op("sample")
+_move_kv = Op("move_kv")
+_linear_invariant = Op("linear_invariant")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps), in float32, cast to x's dtype, times weight (Zhang and Sennrich 2019).
+
+    Args:
+        x: [T, H], or [T, heads, H] with any strides, as for the norm of q or k.
+        weight: [H], x's dtype.
+
+    Returns:
+        A new contiguous tensor of x's shape and dtype.
+    """
+    return _rms_norm[x.device.type](x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x, in place and rounded to its dtype; returns rms_norm(residual, weight, eps).
+
+    Args:
+        x: [T, H]. residual: [T, H], x's dtype, overwritten. weight: [H].
+
+    Returns:
+        [T, H] of x's dtype.
+    """
+    return _add_rms_norm[x.device.type](x, residual, weight, eps)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU: silu(gate) * up of gate_up = [gate | up] (Shazeer 2020).
+
+    Args:
+        gate_up: [T, 2 I].
+
+    Returns:
+        [T, I] of the same dtype; silu is rounded to it before the product.
+    """
+    return _silu_and_mul[gate_up.device.type](gate_up)
+
+
+def rope_store_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor | None,
+) -> None:
+    """Rotates q and k by RoPE (the two halves of a head form the pairs; Su et al. 2021), then stores k and v.
+
+    Args:
+        q: [T, Hq, D], overwritten. k: [T, Hkv, D], overwritten. v: [T, Hkv, D].
+        cos_sin: float32 [P, D], the D/2 cosines of a position, then its D/2 sines.
+        positions: int64 [T].
+        k_cache, v_cache: [pages, page_size, Hkv, D], contiguous, written at `slots`.
+        slots: int64 [T], or None to store nothing.
+    """
+    _rope_store_kv[q.device.type](q, k, v, cos_sin, positions, k_cache, v_cache, slots)
+
+
+def prefill_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: ChunkRows, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of prompt chunks over their requests' pages, which hold the chunks' own keys already.
+
+    Args:
+        q: [T, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D]. rows: which chunk each row is of.
+        scale: factor on q.k. window: a row at position p sees positions p - window < s <= p; None: all before.
+
+    Returns:
+        [T, Hq, D]. A row's bits do not depend on how its prompt was cut into chunks.
+    """
+    return _prefill_attention[q.device.type](q, k_cache, v_cache, rows, scale, window)
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    block_table: Tensor,
+    prefix_lens: Tensor,
+    mask: Tensor,
+    indices: Tensor,
+    first: int,
+    scale: float,
+    window: int | None,
+    max_prefix: int | None = None,
+) -> Tensor:
+    """Attention of N tree nodes a request over its pages and a tail of M keys, for decode, drafting and verification.
+
+    A row sees page keys first <= s < prefix_lens[b] with s > indices[b, i] - window, and the tail keys j whose bit is
+    set in its mask. A row that sees nothing gives zeros.
+
+    Args:
+        q: [B, N, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
+        tail_k, tail_v: [B, M, Hkv, D], M <= 64; M may be 0.
+        block_table: int32 [B, P], 0 where unused. prefix_lens: int32 [B].
+        mask: int64 [B, N]. indices: int64 [B, N], each row's own index in its sequence.
+        first: the first key that exists, 0 in target layers and 1 in the draft's.
+        max_prefix: host bound on prefix_lens (None: the block table's width). It fixes the launch, not the result.
+
+    Returns:
+        [B, N, Hq, D]. No host sync; shapes depend on no data.
+    """
+    return _tree_attention[q.device.type](
+        q,
+        k_cache,
+        v_cache,
+        tail_k,
+        tail_v,
+        block_table,
+        prefix_lens,
+        mask,
+        indices,
+        first,
+        scale,
+        window,
+        max_prefix,
+    )
+
+
+def tree_attention_invariant(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    prefix_lens: Tensor,
+    indices: Tensor,
+    path_slots: Tensor,
+    scale: float,
+    window: int | None,
+    max_prefix: int | None = None,
+) -> Tensor:
+    """Tree attention whose bits, for a row, depend on its keys alone: not on B, N or where the keys lie.
+
+    The row of index i sees keys 0..i of its own path: key s < prefix_lens[b] in the pages by the block table, a later
+    one in slot path_slots[b, n, s - prefix_lens[b]] (its ancestors by depth, then itself), stored beforehand.
+
+    Args:
+        q: [B, N, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
+        block_table: int32 [B, P]. prefix_lens: int32 [B]. indices: int64 [B, N].
+        path_slots: int64 [B, N, depth], 0 where unused.
+        max_prefix: host bound on prefix_lens (None: the block table's width).
+
+    Returns:
+        [B, N, Hq, D].
+    """
+    return _tree_attention_invariant[q.device.type](
+        q, k_cache, v_cache, block_table, prefix_lens, indices, path_slots, scale, window, max_prefix
+    )
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Draws one token a row, reproducibly: the noise of a token depends on (seed, position, token id) alone.
+
+    Below a temperature of 1e-5: argmax, the lowest id on ties. Else, on logits / temperature: keep the logits >= the
+    k-th largest; of those the smallest set {p >= threshold} with mass >= top_p; drop p < min_p * max p; then the
+    Gumbel-max trick, argmax(logit - log e) with e = Exp(1) noise from Philox-4x32-10 (Salmon et al. 2011): key = seed,
+    counter = (token // 4, position low, position high, 0), word token % 4.
+
+    Args:
+        logits: float32 [R, V]; NaN is never chosen. temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0: off.
+        seeds, positions: int64 [R].
+
+    Returns:
+        int64 [R]; -1 for a row whose logits are all NaN or -inf.
+    """
+    return _sample[logits.device.type](logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+
+def move_kv(kv: Tensor, src: Tensor, dst: Tensor, group: int | None = None) -> None:
+    """kv[:, dst] = kv[:, src], as if every read came before every write.
+
+    Args:
+        kv: [L, num_slots, E], contiguous, written in place. src, dst: int64 [M]; equal pairs cost nothing.
+        group: moves of one request, next to one another; only within a group may a dst be another's src. None: M.
+    """
+    _move_kv[kv.device.type](kv, src, dst, group)
+
+
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias; the bits of a row do not depend on T.
+
+    Args:
+        x: [T, K]. weight: [N, K]. bias: [N] or None.
+
+    Returns:
+        [T, N] of x's dtype.
+    """
+    return _linear_invariant[x.device.type](x, weight, bias)

@@ -1,0 +1,79 @@
+"""RMSNorm, and the same after a residual add, in Triton: one program a row."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, out, inner, stride_outer, stride_inner, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < SIZE
+    values = tl.load(x + row // inner * stride_outer + row % inner * stride_inner + cols, inside, 0.0).to(
+        tl.float32
+    )
+    scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
+    gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x, residual, weight, out, stride_x, stride_residual, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < SIZE
+    added = tl.load(x + row * stride_x + cols, inside, 0.0).to(tl.float32)
+    added += tl.load(residual + row * stride_residual + cols, inside, 0.0).to(tl.float32)
+    kept = added.to(residual.dtype.element_ty)
+    tl.store(residual + row * stride_residual + cols, kept, inside)
+    values = kept.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
+    gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `tokenspeed.kernels.rms_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return out
+    size = x.shape[-1]
+    inner, stride_inner = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+    block = triton.next_power_of_2(size)
+    rms_norm_kernel[(x.numel() // size,)](
+        x, weight, out, inner, x.stride(0), stride_inner, eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `tokenspeed.kernels.add_rms_norm`."""
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(size)
+        add_rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            out,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+    return out
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)

@@ -1,0 +1,105 @@
+"""RoPE of q and k and the store of k and v into their pages, in one Triton launch."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK_H = 8  # heads a program
+
+
+@triton.jit
+def _rotate(base, heads, cos, sin, half, HALF: tl.constexpr, DIM: tl.constexpr, num_heads):
+    """Rotates heads in place and returns both halves as stored."""
+    inside = (heads < num_heads)[:, None] & (half < HALF)[None, :]
+    at = base + heads[:, None] * DIM + half[None, :]
+    first, second = tl.load(at, inside, 0.0), tl.load(at + HALF, inside, 0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    a, b = (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    tl.store(at, a, inside)
+    tl.store(at + HALF, b, inside)
+    return a, b, inside
+
+
+@triton.jit
+def rope_store_kv_kernel(
+    q,
+    k,
+    v,
+    cos_sin,
+    positions,
+    k_cache,
+    v_cache,
+    slots,
+    stride_q,
+    stride_k,
+    stride_v,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    STORE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    DIM: tl.constexpr = 2 * HALF
+    Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    half = tl.arange(0, BLOCK_D)
+    position = tl.load(positions + row)
+    cos = tl.load(cos_sin + position * DIM + half, half < HALF, 0.0)[None, :]
+    sin = tl.load(cos_sin + position * DIM + HALF + half, half < HALF, 0.0)[None, :]
+    if block < Q_BLOCKS:
+        heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        _rotate(q + row * stride_q, heads, cos, sin, half, HALF, DIM, NUM_HEADS)
+    else:
+        heads = (block - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        a, b, inside = _rotate(k + row * stride_k, heads, cos, sin, half, HALF, DIM, NUM_KV_HEADS)
+        if STORE:
+            offset = heads[:, None] * DIM + half[None, :]
+            target = tl.load(slots + row) * (NUM_KV_HEADS * DIM) + offset
+            tl.store(k_cache + target, a.to(k_cache.dtype.element_ty), inside)
+            tl.store(k_cache + target + HALF, b.to(k_cache.dtype.element_ty), inside)
+            source = v + row * stride_v + offset
+            first, second = tl.load(source, inside, 0.0), tl.load(source + HALF, inside, 0.0)
+            tl.store(v_cache + target, first.to(v_cache.dtype.element_ty), inside)
+            tl.store(v_cache + target + HALF, second.to(v_cache.dtype.element_ty), inside)
+
+
+def rope_store_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor | None,
+) -> None:
+    """See `tokenspeed.kernels.rope_store_kv`."""
+    rows, num_heads, dim = q.shape
+    num_kv_heads = k.shape[1]
+    if not rows:
+        return
+    if any(t.stride(1) != dim or t.stride(2) != 1 for t in (q, k, v)):
+        raise ValueError("rope_store_kv needs the heads of a row next to one another")
+    blocks = triton.cdiv(num_heads, _BLOCK_H) + triton.cdiv(num_kv_heads, _BLOCK_H)
+    rope_store_kv_kernel[(rows, blocks)](
+        q,
+        k,
+        v,
+        cos_sin,
+        positions,
+        k_cache,
+        v_cache,
+        positions if slots is None else slots,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=dim // 2,
+        STORE=slots is not None,
+        BLOCK_H=_BLOCK_H,
+        BLOCK_D=triton.next_power_of_2(dim // 2),
+        num_warps=2,
+    )

@@ -1,0 +1,185 @@
+"""Sampling in Triton, one program a row: argmax, exact thresholds for top-k and top-p, Gumbel-max with Philox noise.
+
+Thresholds are searched over the logits' bits: as integers of the right order float32 values have 2^32 keys, so 16
+passes that each quarter the interval find the exact k-th largest value or edge of the nucleus without any sort.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _load(row, cols, vocab, factor):
+    """logits * factor with NaN as -inf and +inf as the largest finite value used."""
+    x = tl.load(row + cols, cols < vocab, float("-inf"))
+    x = tl.where(x == x, tl.minimum(x, 3e38), float("-inf"))
+    return tl.minimum(x * factor, 3e38)
+
+
+@triton.jit
+def _ordered(x):
+    """float32 to int32 keys of the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _weights(x, peak, MASS: tl.constexpr):
+    if MASS:
+        return tl.exp(x - peak)
+    else:
+        return tl.where(x == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
+def _sum_from(row, vocab, factor, peak, edge, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of weights of the tokens whose key is at least `edge`."""
+    acc = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = _load(row, start + tl.arange(0, BLOCK), vocab, factor)
+        acc += tl.where(_ordered(x) >= edge, _weights(x, peak, MASS), 0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _search(row, vocab, factor, peak, low, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key whose tokens and those above weigh at least `wanted`; `low` is known to do."""
+    low = low.to(tl.int64)
+    high = _ordered(peak).to(tl.int64) + 1
+    while high - low > 1:
+        step = tl.maximum((high - low) // 4, 1)
+        a, b, c = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+        sum_a, sum_b = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        sum_c = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocab, BLOCK):
+            x = _load(row, start + tl.arange(0, BLOCK), vocab, factor)
+            key, weight = _ordered(x), _weights(x, peak, MASS)
+            sum_a += tl.where(key >= a.to(tl.int32), weight, 0.0)
+            sum_b += tl.where(key >= b.to(tl.int32), weight, 0.0)
+            sum_c += tl.where(key >= c.to(tl.int32), weight, 0.0)
+        fits_a, fits_b = tl.sum(sum_a, 0) >= wanted, tl.sum(sum_b, 0) >= wanted
+        fits_c = tl.sum(sum_c, 0) >= wanted
+        # `high` itself never fits: it lies above the largest token or has been seen not to.
+        fits_b, fits_c = fits_a & fits_b & (b < high), fits_a & fits_b & fits_c & (b < high) & (c < high)
+        new_low = tl.where(fits_c, c, tl.where(fits_b, b, tl.where(fits_a, a, low)))
+        high = tl.where(fits_c, high, tl.where(fits_b, c, tl.where(fits_a, b, a)))
+        low = new_low
+    return low.to(tl.int32)
+
+
+@triton.jit
+def gumbel_of(word):
+    """Gumbel noise of a 32-bit word, as tokenspeed.kernels.philox.gumbel gives it."""
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # log1p(-u): near 0 its series, since 1 - u loses u's digits.
+    series = u * (1.0 + u * (0.5 + u * (0.33333333333 + u * (0.25 + u * 0.2))))
+    return -tl.log(tl.where(u < 0.015625, series, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def philox_words(token_blocks, seed, position):
+    """Four words of each block of four tokens: Philox-4x32-10, key = seed, counter = (block, position, 0)."""
+    low = token_blocks.to(tl.uint32)
+    zero = low * 0
+    position_low = (position & 0xFFFFFFFF).to(tl.uint32) + zero
+    position_high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zero
+    return tl.philox(seed, low, position_low, position_high, zero)
+
+
+@triton.jit
+def _draw(row, vocab, factor, edge, seed, position, BLOCK: tl.constexpr):
+    """argmax of scaled logit + noise over the tokens whose key is at least `edge`."""
+    QUARTER: tl.constexpr = BLOCK // 4
+    best = tl.full([QUARTER], float("-inf"), tl.float32)
+    token = tl.full([QUARTER], 2147483647, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        blocks = start // 4 + tl.arange(0, QUARTER)
+        words = philox_words(blocks, seed, position)
+        for i in tl.static_range(4):
+            cols = blocks * 4 + i
+            x = _load(row, cols, vocab, factor)
+            score = tl.where(_ordered(x) >= edge, x + gumbel_of(words[i]), float("-inf"))
+            better = score > best  # blocks come in rising order: of equals the first stays
+            best, token = tl.where(better, score, best), tl.where(better, cols, token)
+    top = tl.max(best, 0)
+    return tl.min(tl.where(best == top, token, 2147483647), 0)
+
+
+@triton.jit
+def sample_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    positions,
+    out,
+    stride,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], 2147483647, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = _load(row, cols, vocab, 1.0)
+        better = x > best
+        best, token = tl.where(better, x, best), tl.where(better, cols, token)
+    top = tl.max(best, 0)
+    choice = tl.min(tl.where(best == top, token, 2147483647), 0)
+    heat = tl.load(temperature + index)
+    if top == float("-inf"):
+        choice = tl.full([], -1, tl.int32)
+    elif heat >= 1e-5:
+        factor = tl.div_rn(1.0, heat)
+        peak = tl.minimum(top * factor, 3e38)
+        edge = tl.full([], -2147483648, tl.int32)
+        k, p = tl.load(top_k + index), tl.load(top_p + index)
+        if (k > 0) & (k < vocab):
+            # -inf weighs nothing, so with fewer than k finite logits the lowest key is the answer.
+            edge = _search(row, vocab, factor, peak, edge, k.to(tl.float32), False, BLOCK)
+        if p < 1.0:
+            wanted = _sum_from(row, vocab, factor, peak, edge, True, BLOCK) * p
+            edge = _search(row, vocab, factor, peak, edge, wanted, True, BLOCK)
+        floor = peak + tl.log(tl.load(min_p + index))
+        edge = tl.maximum(edge, _ordered(floor))
+        choice = _draw(row, vocab, factor, edge, tl.load(seeds + index), tl.load(positions + index), BLOCK)
+    tl.store(out + index, choice.to(tl.int64))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """See `tokenspeed.kernels.sample`."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        block = min(_BLOCK, max(16, triton.next_power_of_2(vocab)))
+        sample_kernel[(rows,)](
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            positions,
+            out,
+            logits.stride(0),
+            vocab,
+            BLOCK=block,
+            num_warps=8,
+        )
+    return out

@@ -1,0 +1,21 @@
+"""SwiGLU feed-forward layer (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+from torch import Tensor
+
+from tokenspeed import kernels
+from tokenspeed.layers.linear import ColumnParallel, RowParallel
+from tokenspeed.layers.parameter import Params, Placement
+
+
+class GatedMLP:
+    def __init__(self, hidden_size: int, intermediate_size: int, place: Placement, bias: bool = False):
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = ColumnParallel(hidden_size, parts, place, bias)
+        self.down = RowParallel("down_proj", intermediate_size, hidden_size, place, bias)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return self.down.apply(kernels.silu_and_mul(self.gate_up.apply(x)))
+
+    def params(self, prefix: str) -> Params:
+        return self.gate_up.params(prefix) | self.down.params(prefix)

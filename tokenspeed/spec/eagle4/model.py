@@ -1,0 +1,156 @@
+"""The draft layer of EAGLE-1/2, EAGLE-3, 3.1 and EAGLE-4: features of the target's states in, output rows
+out.
+
+A row of index t is made of (a_{t-1}, x_t): the target's states that x_t was sampled from, and x_t
+(EAGLE4.md). Papers: EAGLE (arXiv 2401.15077), EAGLE-3 (2503.01840).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokenspeed import kernels
+from tokenspeed.distributed.groups import TensorParallel
+from tokenspeed.layers.attention import Attend, SelfAttention
+from tokenspeed.layers.embedding import Embedding, VocabTable
+from tokenspeed.layers.linear import ColumnParallel, choose_matmul
+from tokenspeed.layers.mlp import GatedMLP
+from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.parameter import Param, Params, Placement
+from tokenspeed.spec.eagle4.formats import DraftConfig
+
+LAYER = 0  # of the draft's KV pool
+
+
+class DraftModel:
+    """One decoder layer with what leads into it and the norm after it. Weights are uninitialised until
+    loaded.
+
+    Args:
+        config: with `aux_layers` filled in.
+        place: device, dtype, ranks.
+        embedding: the target's table, or None where the draft has its own.
+        o_bias, fc_bias: biases that only the checkpoint's tensors tell of.
+        qkv_bias: likewise for EAGLE-1/2.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        place: Placement,
+        embedding: VocabTable | None,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        fc_bias: bool = False,
+    ):
+        self.config, self.place = config, place
+        whole = replace(place, tp=TensorParallel())  # small parts that every rank holds
+        c, h, eps = config, config.hidden_size, config.rms_norm_eps
+        self._own_table = VocabTable(c.vocab_size, h, place) if embedding is None else None
+        self.embedding = Embedding(embedding if self._own_table is None else self._own_table)
+        self.fc = ColumnParallel(c.aux_size if c.wide else 2 * h, {"fc": h}, whole, fc_bias)
+        self.fc_norm = FeatureNorms(c.num_aux, c.target_hidden_size, eps, place) if c.fc_norm else None
+        self.before_fc = RMSNorm(c.aux_size, eps, place) if c.norm_before_fc else None
+        self.input_norm = RMSNorm(h, eps, place) if c.wide else None
+        self.hidden_norm = RMSNorm(h, eps, place) if c.wide else None
+        self.attention = SelfAttention(
+            2 * h if c.wide else h, h, c.num_heads, c.num_kv_heads, c.head_dim, place, qkv_bias, o_bias
+        )
+        self.post_norm = RMSNorm(h, eps, place)
+        self.mlp = GatedMLP(h, c.intermediate_size, place)
+        self.norm = RMSNorm(h, eps, place) if c.wide else None
+        self._matmul = choose_matmul(place)
+
+    def features(self, aux: Tensor) -> Tensor:
+        """aux [T, A] target states -> state [T, H] of a first step; fresh for EAGLE-3 and 4, else aux."""
+        if not self.config.wide:
+            return aux
+        if self.fc_norm is not None:
+            aux = self.fc_norm.apply(aux)
+        if self.before_fc is not None:
+            aux = self.before_fc.apply(aux)
+        return self.fc.apply(aux)
+
+    def kv(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of rows whose output nobody needs: only the norms and two projections run.
+
+        Args:
+            tokens: int64 [T]. state: [T, H] of `features`.
+
+        Returns:
+            k (not rotated yet) and v, [T, Hkv, D] both, views of one buffer.
+        """
+        x, _ = self._input(tokens, state)
+        attention, dim = self.attention, self.config.head_dim
+        first = attention.num_heads * dim  # k and v rows follow q's
+        bias = None if attention.qkv.bias is None else attention.qkv.bias[first:]
+        heads = self._matmul(x, attention.qkv.weight[first:], bias).view(x.shape[0], -1, dim)
+        k, v = heads.split(attention.num_kv_heads, dim=1)
+        return k, v
+
+    def layer(self, tokens: Tensor, state: Tensor, attn: Attend) -> tuple[Tensor, Tensor]:
+        """One draft step.
+
+        Args:
+            tokens: int64 [T]. state: [T, H] of `features` in a first step, of this method in later ones;
+            overwritten. attn: an attention of the draft's own pool, which has one layer.
+
+        Returns:
+            out [T, H] for the head, and the state of the next step, [T, H].
+        """
+        x, residual = self._input(tokens, state)
+        y = self.post_norm.add_apply(self.attention.apply(LAYER, x, attn), residual)
+        y = self.mlp.apply(y)
+        if self.norm is None:
+            out = residual.add_(y)
+            return out, out
+        out = self.norm.add_apply(y, residual)
+        return out, out if self.config.norm_output else residual
+
+    def _input(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What qkv reads, and the residual stream that the layer adds to."""
+        embedded = self.embedding.apply(tokens)
+        if not self.config.wide:
+            x = self.fc.apply(torch.cat([embedded, state], -1))
+            return x, x
+        hidden = self.hidden_norm.apply(state)
+        x = torch.cat([self.input_norm.apply(embedded), hidden], -1)
+        return x, hidden if self.config.norm_before_residual else state
+
+    def params(self) -> Params:
+        """Every parameter of the checkpoint but the heads', by canonical name (checkpoint.canonical)."""
+        layer = "layers.0."
+        parts = {
+            "input_norm.": self.before_fc,
+            f"{layer}input_layernorm.": self.input_norm,
+            f"{layer}hidden_norm.": self.hidden_norm,
+            f"{layer}post_attention_layernorm.": self.post_norm,
+            f"{layer}self_attn.": self.attention,
+            f"{layer}mlp.": self.mlp,
+            "norm.": self.norm,
+            "embed_tokens.": self._own_table,
+            "fc_norm.": self.fc_norm,
+            "": self.fc,
+        }
+        found: Params = {}
+        for prefix, part in parts.items():
+            if part is not None:
+                found |= part.params(prefix)
+        return found
+
+
+class FeatureNorms:
+    """An RMSNorm for each chunk of the features, in one launch for all chunks (EAGLE-3.1's fc_norm)."""
+
+    def __init__(self, chunks: int, size: int, eps: float, place: Placement):
+        self.weight, self.eps = place.empty(chunks, size), eps
+        self._ones = torch.ones(size, device=place.device, dtype=place.dtype)
+
+    def apply(self, aux: Tensor) -> Tensor:
+        """aux [T, chunks * size] -> the same shape."""
+        chunks = kernels.rms_norm(aux.view(-1, *self.weight.shape), self._ones, self.eps)
+        return (chunks * self.weight).view(aux.shape)
+
+    def params(self, prefix: str) -> Params:
+        return {f"{prefix}{i}.weight": Param(w, tuple(w.shape)) for i, w in enumerate(self.weight)}

@@ -1,0 +1,66 @@
+"""Decode rounds captured in CUDA graphs: one per (batch bucket, tree shape), replayed with the slots of a step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenspeed.config import Shape
+from tokenspeed.worker.engine import Engine
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor  # int64 [bucket], static input
+    tokens: Tensor  # static outputs, see RoundResult
+    counts: Tensor
+    failed: Tensor
+
+
+class GraphSet:
+    """Captures every (bucket, shape) at start, the largest first, in one memory pool.
+
+    Padding rows use the dummy slot. A round reads nothing from the host but the slots.
+    """
+
+    def __init__(self, engine: Engine, buckets: tuple[int, ...], shapes: tuple[Shape | None, ...]):
+        self.engine, self.buckets, self.shapes = engine, tuple(sorted(buckets)), shapes
+        self._graphs: dict[tuple[int, Shape | None], _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[str, int, int], None]) -> None:
+        todo = [(bucket, shape) for bucket in reversed(self.buckets) for shape in self.shapes]
+        for done, (bucket, shape) in enumerate(todo):
+            progress("capturing CUDA graphs", done, len(todo))
+            self._graphs[bucket, shape] = self._capture(bucket, shape)
+        progress("capturing CUDA graphs", len(todo), len(todo))
+
+    def covers(self, batch: int, shape: Shape | None) -> bool:
+        return batch <= self.buckets[-1] and shape in self.shapes
+
+    def replay(self, slots: list[int], shape: Shape | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs the round of `slots`. Returns views of tokens [B, S + 1], counts [B], failed [B]."""
+        batch = len(slots)
+        bucket = next(b for b in self.buckets if b >= batch)
+        captured = self._graphs[bucket, shape]
+        padded = slots + [self.engine.state.dummy] * (bucket - batch)
+        captured.slots.copy_(torch.tensor(padded), non_blocking=True)
+        captured.graph.replay()
+        return captured.tokens[:batch], captured.counts[:batch], captured.failed[:batch]
+
+    def _capture(self, bucket: int, shape: Shape | None) -> _Captured:
+        slots = torch.full((bucket,), self.engine.state.dummy, device=self.engine.state.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and creates handles outside the capture
+            self.engine.round(slots, [], shape, None)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = self.engine.round(slots, [], shape, None)
+        return _Captured(graph, slots, result.tokens, result.counts, result.failed)

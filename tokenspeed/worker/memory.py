@@ -1,0 +1,80 @@
+"""How memory is divided: measured weights and workspace, then as many KV pages as the rest holds."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenspeed.errors import ConfigError
+
+GIB = 1 << 30
+CPU_KV_BYTES = 2 * GIB  # a laptop's share for the KV pool unless asked otherwise
+CPU_KV_SHARE = 0.4  # at most this part of the memory that is free
+
+
+@dataclass
+class MemoryPlan:
+    """Bytes by purpose, and what fits. `lines()` is what start-up prints."""
+
+    total: int  # what the engine may use
+    parts: dict[str, int] = field(default_factory=dict)  # target, draft, workspace, graphs
+    page_bytes: int = 0  # K/V of target and draft and the aux states of a page
+    page_size: int = 16
+    num_pages: int = 0  # with the dummy page
+    max_num_seqs: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+    def fill(self, wanted_tokens: int | None, max_model_len: int, cap_bytes: int | None = None) -> "MemoryPlan":
+        """Settles num_pages.
+
+        Raises:
+            ConfigError: not even one request of a useful length fits, or the tokens asked for don't; with the smallest
+                change that helps.
+        """
+        free = self.total - sum(self.parts.values())
+        budget = free if cap_bytes is None else min(free, cap_bytes)
+        most = -(-self.max_num_seqs * max_model_len // self.page_size)
+        if wanted_tokens is not None:
+            pages = -(-wanted_tokens // self.page_size)
+            if (need := (pages + 1) * self.page_bytes) > free:
+                fits = max(free // self.page_bytes - 1, 0) * self.page_size
+                raise ConfigError(
+                    f"a KV pool of {wanted_tokens} tokens needs {need / GIB:.2f} GiB but {max(free, 0) / GIB:.2f} GiB "
+                    f"are free; give --kv-cache-tokens {fits} or less"
+                )
+        else:
+            pages = min(budget // self.page_bytes - 1, most)
+        if pages < 4:
+            need = sum(self.parts.values()) + 5 * self.page_bytes
+            raise ConfigError(
+                f"not enough memory: the model needs {need / GIB:.2f} GiB and {self.total / GIB:.2f} GiB may be used "
+                f"({self._named()}); free memory, raise --gpu-memory-utilization, or choose a smaller model"
+            )
+        self.num_pages = pages + 1
+        return self
+
+    def lines(self, max_model_len: int) -> list[str]:
+        kv = self.num_pages * self.page_bytes
+        free = self.total - sum(self.parts.values()) - kv
+        sizes = f"{self._named()}, KV {kv / GIB:.2f}, free {free / GIB:.2f} of {self.total / GIB:.2f} GiB"
+        full = self.num_tokens / max_model_len
+        return [
+            f"memory: {sizes}",
+            f"KV cache: {self.num_tokens} tokens; {self.max_num_seqs} requests at once, "
+            f"{full:.1f} of {max_model_len} tokens each",
+        ]
+
+    def _named(self) -> str:
+        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items())
+
+
+def available_cpu_memory() -> int:
+    """Bytes this process may still take: the machine's free memory, or its cgroup's if that is less."""
+    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    found = [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable:")]
+    free = found[0] if found else 8 * GIB
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (value := limit.read_text().strip()) != "max":
+        free = min(free, int(value) - int(used.read_text()))
+    return free

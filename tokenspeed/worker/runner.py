@@ -1,0 +1,202 @@
+"""Runs steps: applies what the scheduler decided to the device, launches the passes, brings results to the host."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tokenspeed.attention.base import PrefillRows
+from tokenspeed.config import Shape
+from tokenspeed.ipc.messages import Logprobs, Step, StepDone, pack, unpack
+from tokenspeed.params import SamplingParams
+from tokenspeed.sampling.logprobs import logprobs_of
+from tokenspeed.worker.engine import Engine, PrefillResult
+from tokenspeed.worker.graph import GraphSet
+
+
+@dataclass
+class _Slot:
+    """What the host knows of a request on the device."""
+
+    input_ids: Tensor  # int64 [n] on the host
+    params: SamplingParams
+    max_len: int  # bound on its length, counting steps in flight
+
+
+@dataclass
+class Launched:
+    """A step on its way. `ready()` says whether `result()` would not wait."""
+
+    step: int
+    started: float
+    counts: Tensor | None  # int64 [B] of decode rows, host, filled when `done` has passed
+    tokens: Tensor | None  # int64 [B, S + 1]
+    failed: Tensor | None  # bool [B]
+    first: Tensor | None  # int64 [F] tokens of finished prefills
+    first_failed: Tensor | None
+    ends: list[int]  # prefill rows that end their prompt
+    num_prefill: int
+    decoded: list[_Slot]
+    num_most: int  # most tokens a decode row can have emitted
+    done: torch.cuda.Event | None
+    graphed: bool = False
+    logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+
+    def ready(self) -> bool:
+        return self.done is None or self.done.query()
+
+
+class Runner:
+    """One GPU's (or the CPU's) share of every step.
+
+    Args:
+        engine: model, drafter and device state. graphs: captured rounds, or None for eager.
+    """
+
+    def __init__(self, engine: Engine, graphs: GraphSet | None, page_size: int):
+        self.engine, self.graphs, self.page_size = engine, graphs, page_size
+        self.state = engine.state
+        self.device = engine.state.device
+        self._slots: dict[int, _Slot] = {}
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Queues everything the step asks for. On a GPU it returns before the work is done."""
+        started = time.perf_counter()
+        self._apply(step)
+        out = Launched(step.step, started, None, None, None, None, None, [], 0, [], 0, None)
+        if step.prefill_slots:
+            self._prefill(step, out)
+        if step.decode_slots:
+            self._decode(step, out)
+        if self.device.type == "cuda":
+            out.done = torch.cuda.Event()
+            out.done.record()
+        return out
+
+    def result(self, launched: Launched) -> StepDone:
+        """Waits for the step and reads what it produced."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        counts, tokens, failed = [0] * launched.num_prefill, [], {}
+        firsts = [] if launched.first is None else launched.first.tolist()
+        for i, (row, token) in enumerate(zip(launched.ends, firsts, strict=True)):
+            counts[row] = 1
+            tokens.append(token)
+            if bool(launched.first_failed[i]):
+                failed[row] = "the model's logits are NaN"
+        if launched.counts is not None:
+            decoded = launched.counts.tolist()
+            rows = launched.tokens.tolist()
+            for i, count in enumerate(decoded):
+                counts.append(count)
+                tokens.extend(rows[i][:count])
+                launched.decoded[i].max_len -= launched.num_most - count
+            for i in launched.failed.nonzero().flatten().tolist():
+                failed[launched.num_prefill + i] = "the model's logits are NaN"
+        elapsed = int((time.perf_counter() - launched.started) * 1e6)
+        return StepDone(
+            step=launched.step,
+            counts=pack(counts),
+            tokens=pack(tokens),
+            elapsed_us=elapsed,
+            logprobs=launched.logprobs,
+            prompt_logprobs=launched.prompt_logprobs,
+            failed=failed,
+            graphed=launched.graphed,
+        )
+
+    # ---- parts of a step
+
+    def _apply(self, step: Step) -> None:
+        released = unpack(step.release)
+        self.state.clear(released)
+        for slot in released:
+            self._slots.pop(slot, None)
+            self.engine.edits.release(slot)
+        self.state.add_pages(unpack(step.page_slots), unpack(step.page_ids))
+        for admit in step.admit:
+            ids = unpack(admit.input_ids)
+            self._slots[admit.slot] = _Slot(torch.tensor(ids), admit.params, len(ids))
+            self.engine.sampling.set(admit.slot, admit.params)
+            self.engine.edits.admit(admit.slot, ids, admit.num_prompt, admit.params)
+            if admit.num_cached:
+                page = self.state.block_table[admit.slot, admit.num_cached // self.page_size - 1]
+                self.engine.resume(admit.slot, page.long())
+
+    def _prefill(self, step: Step, out: Launched) -> None:
+        slots, starts, counts = (
+            unpack(step.prefill_slots),
+            unpack(step.prefill_starts),
+            unpack(step.prefill_counts),
+        )
+        spans = list(zip(slots, starts, counts, strict=True))
+        tokens = torch.cat([self._slots[s].input_ids[a : a + n] for s, a, n in spans]).to(self.device)
+        positions = torch.cat([torch.arange(a, a + n) for _, a, n in spans]).to(self.device)
+        chunk_of = torch.repeat_interleave(torch.arange(len(slots)), torch.tensor(counts)).to(self.device)
+        device_slots = torch.tensor(slots, device=self.device)
+        table = self.state.block_table[device_slots]
+        columns = (positions // self.page_size).clamp(max=self.state.num_columns - 1)
+        places = table[chunk_of, columns].long() * self.page_size + positions % self.page_size
+        offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
+        rows = PrefillRows(
+            positions=positions,
+            slots=places,
+            block_table=table,
+            starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            cu_rows=offsets,
+            chunks=list(zip(starts, counts, strict=True)),
+        )
+        ends = [i for i, (s, a, n) in enumerate(spans) if a + n == len(self._slots[s].input_ids)]
+        end_slots = [slots[i] for i in ends]
+        result = self.engine.prefill(tokens, rows, device_slots, torch.tensor(ends, device=self.device).long(), end_slots)
+        for slot in end_slots:
+            self._slots[slot].max_len += 1
+        out.num_prefill, out.ends = len(slots), ends
+        out.first, out.first_failed = self._to_host(result.tokens), self._to_host(result.failed)
+        self._prefill_logprobs(spans, ends, result, out)
+
+    def _prefill_logprobs(self, spans, ends: list[int], result: PrefillResult, out: Launched) -> None:
+        for i, row in enumerate(ends):
+            if (top := self._slots[spans[row][0]].params.logprobs) is not None:
+                out.logprobs[row] = logprobs_of(result.last_logits[i : i + 1], result.tokens[i : i + 1], top)
+        offset = 0
+        for row, (slot, start, count) in enumerate(spans):
+            request = self._slots[slot]
+            if (top := request.params.prompt_logprobs) is not None:
+                targets = request.input_ids[start + 1 : start + count + 1].to(self.device)
+                logits = self.engine.model.logits(result.hidden[offset : offset + len(targets)])
+                out.prompt_logprobs[row] = logprobs_of(logits, targets, top)
+            offset += count
+
+    def _decode(self, step: Step, out: Launched) -> None:
+        slots = unpack(step.decode_slots)
+        shape = None if step.shape is None else Shape(*step.shape)
+        out.decoded = [self._slots[s] for s in slots]
+        out.num_most = 1 if shape is None else shape.steps + 1
+        wanted = {i: top for i, s in enumerate(out.decoded) if (top := s.params.logprobs) is not None}
+        edited = self.engine.edits.any(slots)
+        if self.graphs is not None and not wanted and not edited and self.graphs.covers(len(slots), shape):
+            tokens, counts, failed = self.graphs.replay(slots, shape)
+            out.graphed = True
+        else:
+            max_len = max(slot.max_len for slot in out.decoded)
+            result = self.engine.round(torch.tensor(slots, device=self.device), slots, shape, max_len)
+            tokens, counts, failed = result.tokens, result.counts, result.failed
+            for row, top in wanted.items():
+                n = int(counts[row])  # a request with logprobs waits for its round
+                logits = result.logits[row, result.path[row, :n]]
+                out.logprobs[out.num_prefill + row] = logprobs_of(logits, tokens[row, :n], top)
+        for slot in out.decoded:
+            slot.max_len += out.num_most
+        out.tokens, out.counts, out.failed = (self._to_host(x) for x in (tokens, counts, failed))
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """A pinned copy in flight; valid once the step's event has passed."""
+        if self.device.type != "cuda":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host

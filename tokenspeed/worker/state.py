@@ -1,0 +1,92 @@
+"""Device state of every request slot: what crosses from one step to the next without the host.
+
+The last row is the dummy slot of padding rows. Its block table holds only the dummy page.
+"""
+
+import torch
+from torch import Tensor
+
+from tokenspeed.params import SamplingParams
+
+MAX_OVERHANG = 64  # nodes of a tree, which may lie past the context limit
+
+
+class SlotState:
+    """Tensors indexed by slot.
+
+    Args:
+        num_slots: requests at once, without the dummy.
+        max_model_len: tokens.
+        page_size: tokens.
+        aux_size: width of the aux states; 0 without a drafter.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, page_size: int, aux_size: int, dtype, device):
+        rows = num_slots + 1
+        self.num_slots, self.page_size, self.device = num_slots, page_size, device
+        # A round's nodes may lie past the context limit. One column more than that: it always holds the dummy page.
+        self.num_columns = -(-(max_model_len + MAX_OVERHANG) // page_size) + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.last_tokens = zeros(rows)  # x_t, sampled, without target K/V
+        self.lengths = zeros(rows)  # t + 1
+        self.block_table = zeros(rows, self.num_columns, dtype=torch.int32)
+        self.aux = zeros(rows, aux_size, dtype=dtype)  # a_{t-1}
+        self.num_pages_of = [0] * rows  # host: columns filled
+        self.lengths[num_slots] = 2
+
+    @property
+    def dummy(self) -> int:
+        return self.num_slots
+
+    def clear(self, slots: list[int]) -> None:
+        """Forgets the pages of released slots: a stale entry must never be written through."""
+        if slots:
+            self.block_table[torch.tensor(slots, device=self.device)] = 0
+        for slot in slots:
+            self.num_pages_of[slot] = 0
+
+    def add_pages(self, slots: list[int], pages: list[int]) -> None:
+        """Appends pages[i] to the block table of slots[i], in order."""
+        if not slots:
+            return
+        columns = []
+        for slot in slots:
+            columns.append(self.num_pages_of[slot])
+            self.num_pages_of[slot] += 1
+        index = torch.tensor([slots, columns, pages], device=self.device)
+        self.block_table[index[0], index[1]] = index[2].to(torch.int32)
+
+    def kv_slots(self, table: Tensor, indices: Tensor) -> Tensor:
+        """Places of tokens in the pages.
+
+        Args:
+            table: int32 [B, P]. indices: int64 [B, n] token indices, >= 0.
+
+        Returns:
+            int64 [B, n]; in the dummy page for indices without a page.
+        """
+        columns = (indices // self.page_size).clamp(max=self.num_columns - 1)
+        return table.gather(1, columns).long() * self.page_size + indices % self.page_size
+
+
+class SamplingState:
+    """Sampling parameters by slot, on the device. Rows of edits (penalties, bias, min_tokens) are few: see sampler."""
+
+    def __init__(self, num_slots: int, device):
+        rows = num_slots + 1
+        self.temperature = torch.zeros(rows, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(rows, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.device = device
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        self.temperature[slot] = 0.0 if params.greedy else params.temperature
+        self.top_k[slot] = max(params.top_k, 0)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.seeds[slot] = params.seed
