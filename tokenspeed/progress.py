@@ -10,6 +10,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 LINE_SECONDS = 2.0  # without a terminal: a line at most this often...
 LINE_SHARE = 0.1  # ...or when this much more is done
 
+COUNTED_BELOW = 100_000  # larger totals are bytes, whose count says nothing to people
+
 
 class Bars:
     """Shows steps by their text: live bars on a terminal, plain lines elsewhere.
@@ -78,4 +80,5 @@ class Bars:
         else:
             self._ended.discard(text)
         self._shown[text] = (now, done)
-        print(f"{text} {100 * min(done, total) // total}% ({done}/{total})", file=self._stream, flush=True)
+        count = f" ({done}/{total})" if total < COUNTED_BELOW else ""
+        print(f"{text} {100 * min(done, total) // total}%{count}", file=self._stream, flush=True)

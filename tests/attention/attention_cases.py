@@ -17,7 +17,9 @@ def cos_sin(positions: int = 600) -> torch.Tensor:
 
 def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
     """Heads x [heads, DIM] at a position, by complex numbers: another way than the code's."""
-    turns = torch.polar(torch.ones(DIM // 2).double(), position * 10000.0 ** (-torch.arange(DIM // 2).double() / (DIM // 2)))
+    turns = torch.polar(
+        torch.ones(DIM // 2).double(), position * 10000.0 ** (-torch.arange(DIM // 2).double() / (DIM // 2))
+    )
     out = torch.complex(*x.double().chunk(2, -1)) * turns
     return torch.cat((out.real, out.imag), -1)
 
@@ -129,7 +131,9 @@ class Sequences:
         return torch.stack(out)
 
 
-def chain_or_tree(generator: torch.Generator, batch: int, nodes: int) -> tuple[list[list[int]], list[list[int]]]:
+def chain_or_tree(
+    generator: torch.Generator, batch: int, nodes: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """Random trees: depths and ancestor masks as signed 64-bit numbers."""
     depths, masks = [], []
     for _ in range(batch):

@@ -88,7 +88,9 @@ def test_paths_of_a_tree():
     with pytest.raises(ValueError, match="depths"):
         path_slots(TreeRows(**{**vars(rows), "depths": None}))
     with pytest.raises(ValueError, match="need slots"):
-        triton.InvariantTreeAttention(s.pool, TreeRows(**{**vars(rows), "slots": None}), cos_sin(), WINDOWS, SCALE)
+        triton.InvariantTreeAttention(
+            s.pool, TreeRows(**{**vars(rows), "slots": None}), cos_sin(), WINDOWS, SCALE
+        )
 
 
 @BACKENDS

@@ -40,11 +40,11 @@ def test_tokens_and_times(behaviour, url, offered, counted):
     assert answer.num_tokens == (6 if counted else 3)  # without usage a piece counts as a token
     assert len(answer.gaps) == (5 if counted else 2)
     assert answer.num_prompt_tokens == (7 if counted else 0)
-    assert 0.06 <= answer.ttft < 0.2
-    assert sum(answer.gaps) == pytest.approx(0.12, abs=0.08)  # two more pieces
-    assert answer.latency >= answer.ttft + sum(answer.gaps)
+    assert answer.ttft >= 0.055 and sum(answer.gaps) >= 0.11  # one piece, then two more, 0.06 s each
+    assert answer.latency >= answer.ttft + sum(answer.gaps) - 1e-6
     if counted and behaviour.continuous:
-        assert answer.gaps[0] == answer.gaps[1] == answer.gaps[2] < 0.06 < answer.gaps[0] * 3 + 0.01
+        assert answer.gaps[0] == answer.gaps[1] == answer.gaps[2]  # one piece of three tokens
+        assert answer.gaps[3] == answer.gaps[4]
     assert target.model == "fake"
 
 

@@ -106,4 +106,5 @@ def test_no_key_in_the_record(behaviour, url, tmp_path, monkeypatch):
     assert main([*argv, "--output", str(out)]) == 0
     assert "s3cret" not in out.read_text()
     assert json.loads(out.read_text())["command"].startswith("tokenspeed bench serve --url")
+    assert report.command_line(["/x/tokenspeed/__main__.py", "bench"]) == "tokenspeed bench"
     assert report.command_line(["x/a.py", "--api_key=s3cret", "--api-key"]) == "a.py --api-key=... --api-key"

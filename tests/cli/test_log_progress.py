@@ -59,6 +59,8 @@ def test_plain_lines_are_few(monkeypatch):
     now[0] += 1.5
     bars.update("slow", 2, 1000)
     assert out.getvalue().splitlines()[len(lines) :] == ["slow 0% (0/1000)", "slow 0% (2/1000)"]
+    bars.update("download", 10**8, 10**9)
+    assert out.getvalue().splitlines()[-1] == "download 10%"
     bars.close()
     bars.close()
 

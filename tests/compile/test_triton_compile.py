@@ -47,7 +47,15 @@ def fingerprint() -> str:
 def shared_bytes(kernel: triton.JITFunction, build: Build, dtype: str, target: str) -> int:
     """Compiles, or looks up, one build: bytes of shared memory that a program takes."""
     signature = build.signature(kernel, dtype)
-    about = [fingerprint(), kernel.__name__, target, signature, build.constants, build.num_warps, build.num_stages]
+    about = [
+        fingerprint(),
+        kernel.__name__,
+        target,
+        signature,
+        build.constants,
+        build.num_warps,
+        build.num_stages,
+    ]
     entry = CACHE / (hashlib.sha256(json.dumps(about).encode()).hexdigest() + ".json")
     if entry.exists():
         return json.loads(entry.read_text())["shared"]
@@ -57,7 +65,9 @@ def shared_bytes(kernel: triton.JITFunction, build: Build, dtype: str, target: s
     assert compiled.asm["hsaco" if target.startswith("gfx") else "cubin"]
     CACHE.mkdir(parents=True, exist_ok=True)
     scratch = entry.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps({"kernel": kernel.__name__, "target": target, "shared": compiled.metadata.shared}))
+    scratch.write_text(
+        json.dumps({"kernel": kernel.__name__, "target": target, "shared": compiled.metadata.shared})
+    )
     scratch.replace(entry)
     return compiled.metadata.shared
 

@@ -305,7 +305,9 @@ def case_linear_invariant(fn: Callable, m: Maker) -> None:
             assert torch.equal(fn(x[35 - rows :], weight, b), whole[35 - rows :])
 
 
-CASES: dict[str, Callable] = {name[5:]: fn for name, fn in list(globals().items()) if name.startswith("case_")}
+CASES: dict[str, Callable] = {
+    name[5:]: fn for name, fn in list(globals().items()) if name.startswith("case_")
+}
 
 
 def repair_interpreter() -> None:

@@ -29,7 +29,11 @@ def test_rms_norm_rounds_like_transformers(dtype):
 
 
 def test_add_rms_norm_updates_the_residual():
-    x, residual, weight = make(3, 32, dtype=torch.bfloat16), make(3, 32, seed=2, dtype=torch.bfloat16), make(32)
+    x, residual, weight = (
+        make(3, 32, dtype=torch.bfloat16),
+        make(3, 32, seed=2, dtype=torch.bfloat16),
+        make(32),
+    )
     want = residual + x
     got = reference.add_rms_norm(x, residual, weight.bfloat16(), 1e-6)
     assert torch.equal(residual, want)
@@ -48,7 +52,9 @@ def test_rope_equals_transformers_and_stores():
     angles = torch.arange(10)[:, None] * 10000.0 ** (-torch.arange(8) / 8)
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     cos, sin = (torch.cat((t, t), -1)[positions][None] for t in (angles.cos(), angles.sin()))
-    want_q, want_k = modeling_llama.apply_rotary_pos_emb(q[None].transpose(1, 2), k[None].transpose(1, 2), cos, sin)
+    want_q, want_k = modeling_llama.apply_rotary_pos_emb(
+        q[None].transpose(1, 2), k[None].transpose(1, 2), cos, sin
+    )
     k_cache, v_cache = torch.zeros(3, 4, 2, 16), torch.zeros(3, 4, 2, 16)
     slots = torch.tensor([4, 11, 5, 0, 7])
     reference.rope_store_kv(q, k, v, cos_sin, positions, k_cache, v_cache, slots)
@@ -131,7 +137,12 @@ def draw(logits: torch.Tensor, count: int, temperature=1.0, top_k=0, top_p=1.0, 
     rows = logits.expand(count, -1)
     settings = [torch.full((count,), x) for x in (temperature, top_k, top_p, min_p)]
     tokens = reference.sample(
-        rows, settings[0].float(), settings[1].int(), *settings[2:], torch.full((count,), 7), torch.arange(count)
+        rows,
+        settings[0].float(),
+        settings[1].int(),
+        *settings[2:],
+        torch.full((count,), 7),
+        torch.arange(count),
     )
     return torch.bincount(tokens, minlength=logits.shape[-1]) / count
 
@@ -194,7 +205,9 @@ def test_short_cuts_of_sampling_change_nothing(scale, monkeypatch):
 
 def test_sampling_of_degenerate_rows():
     nan, inf = math.nan, math.inf
-    logits = torch.tensor([[nan, nan, nan], [-inf, nan, -inf], [nan, 1.0, 1.0], [inf, 2.0, nan], [0.0, -inf, nan]])
+    logits = torch.tensor(
+        [[nan, nan, nan], [-inf, nan, -inf], [nan, 1.0, 1.0], [inf, 2.0, nan], [0.0, -inf, nan]]
+    )
     args = lambda heat: (  # noqa: E731
         torch.full((5,), heat),
         torch.zeros(5, dtype=torch.int32),

@@ -2,7 +2,8 @@
 
 The worker keeps "K/V" per place in the pages: a running hash of all tokens up to that index, as real K/V
 depends on all of them. It checks what it reads before every row, so a page with another request's content is
-found at once. The next token is a function of that hash, so `expected` gives the right answer without any scheduler.
+found at once. The next token is a function of that hash, so `expected` gives the right answer without any
+scheduler.
 """
 
 import random
@@ -16,6 +17,7 @@ from tokenspeed.scheduler.scheduler import Scheduler, SchedulerLimits
 from tokenspeed.spec.plan import StaticPlan
 
 VOCAB = 50
+TREE = Shape(3, 2, 6)
 EOS = 7
 MASK = (1 << 64) - 1
 
@@ -263,3 +265,19 @@ class Ring:
                 place = node.pages[i // size] * size + i % size
                 assert self.worker.kv.get(place) == state, "the prefix tree holds wrong K/V"
             stack += [(child, state) for child in node.children.values()]
+
+
+def prompt_of(length: int, first: int = 1) -> list[int]:
+    return [(first + 3 * i * i + i) % 50 for i in range(length)]
+
+
+def assert_answered(ring: Ring, rid: int, prompt: list[int], **params) -> None:
+    """The answer is the closed form's, told once."""
+    message = generate(rid, prompt, **params)
+    tokens, reason = expected(prompt, message.params, ring.scheduler.limits.max_model_len)
+    answer = ring.answers[rid]
+    assert answer.tokens == tokens
+    assert [f.reason for f in answer.finished] == [reason]
+    finished = answer.finished[0]
+    assert (finished.num_prompt, finished.num_output) == (len(prompt), len(tokens))
+    assert finished.stop_token == (tokens[-1] if reason == "stop" else None)

@@ -90,7 +90,7 @@ def check(answer: httpx.Response) -> None:
         assert len(answer.content) < 4000
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(path=paths, body=bodies)
 def test_random_json(served, path, body):
     w, call = served
@@ -98,14 +98,14 @@ def test_random_json(served, path, body):
     assert w.client.num_open == 0
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(path=paths, body=st.binary(max_size=300), kind=st.sampled_from(["application/json", "text/plain"]))
 def test_random_bytes(served, path, body, kind):
     w, call = served
     check(call(w.http.post(path, content=body, headers={"content-type": kind})))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(path=st.text(max_size=40), method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]))
 def test_random_paths(served, path, method):
     w, call = served
@@ -127,7 +127,7 @@ def test_from_its_own_openapi(served):
     }
 
     @settings(
-        max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+        max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
     )
     @given(st.one_of([o.as_strategy() for o in operations if o.method == "post"]))
     def send(case):

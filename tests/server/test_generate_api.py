@@ -1,9 +1,11 @@
 """What the generation endpoints answer: forms, counts, streams, choices."""
 
 import asyncio
+import contextlib
 
+import httpx
 import pytest
-from server_fakes import VOCAB, events, until, world
+from server_fakes import VOCAB, World, events, until, world
 
 
 def run(work):
@@ -218,8 +220,14 @@ def test_200_at_once():
     async def go():
         async with world(real=True, delay=0.01) as w:
             prompts = [f"prompt number {i}" for i in range(200)]
-            asks = [w.chat(p, stream=i % 2 == 0, max_tokens=100) for i, p in enumerate(prompts)]
-            answers = await asyncio.gather(*asks, w.http.get("/health"))
+            async with contextlib.AsyncExitStack() as stack:  # one httpx pool of 200 would be the slow part
+                made = [httpx.AsyncClient(base_url=w.http.base_url, timeout=20) for _ in range(10)]
+                webs = [await stack.enter_async_context(web) for web in made]
+                worlds = [World(web, w.ring, w.client, w.app) for web in webs]
+                asks = [
+                    worlds[i % 10].chat(p, stream=i % 2 == 0, max_tokens=100) for i, p in enumerate(prompts)
+                ]
+                answers = await asyncio.gather(*asks, w.http.get("/health"))
             assert answers.pop().status_code == 200
             for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 if i % 2:

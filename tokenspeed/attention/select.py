@@ -27,14 +27,20 @@ class Backend:
         scale: float,
     ):
         if device.type == "cpu":
-            self._prefill, self._tree, self.draft = sdpa.PrefillAttention, sdpa.TreeAttention, sdpa.TreeAttention
+            self._prefill, self._tree, self.draft = (
+                sdpa.PrefillAttention,
+                sdpa.TreeAttention,
+                sdpa.TreeAttention,
+            )
         else:
             from tokenspeed.attention import triton
 
             self._prefill, self.draft = triton.PrefillAttention, triton.TreeAttention
             self._tree = triton.InvariantTreeAttention if batch_invariant else triton.TreeAttention
         if batch_invariant and device.type == "cpu":
-            raise ConfigError("--batch-invariant is for GPUs; on a CPU use --dtype float32, where batches do not matter")
+            raise ConfigError(
+                "--batch-invariant is for GPUs; on a CPU use --dtype float32, where batches do not matter"
+            )
         self._cos_sin, self._windows, self._scale = cos_sin, windows, scale
 
     def prefill(self, pool: KvPool, rows: PrefillRows) -> Attention:

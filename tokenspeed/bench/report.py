@@ -126,7 +126,9 @@ def document(kind: str, rows: Sequence[dict[str, Any]], **about: Any) -> dict[st
 
 def command_line(argv: Sequence[str]) -> str:
     """`argv` as typed, for the record: the program by its name alone, keys blanked out."""
-    words = [Path(argv[0]).name if argv[0].endswith(".py") else "tokenspeed", *argv[1:]]
+    program = Path(argv[0]).name
+    ours = program == "__main__.py" or not program.endswith(".py")
+    words = ["tokenspeed" if ours else program, *argv[1:]]
     for i, word in enumerate(words):
         name = word.split("=")[0].replace("_", "-")
         if name == "--api-key":

@@ -24,10 +24,10 @@ def cache_root() -> Path:
 def build_once(name: str, build: Callable[[Path], None], needed: int, intact: Callable[[Path], bool]) -> Path:
     """The directory `name` of the cache; made by `build` if it is not there.
 
-    Of several processes one builds while the others wait. `build` fills an empty directory beside the final one,
-    which is then renamed, so a directory under its final name is whole; one that is not `intact` (a crash of the
-    machine) is built again. A build that fails leaves nothing; one that is killed leaves a directory that the next
-    start removes.
+    Of several processes one builds while the others wait. `build` fills an empty directory beside the final
+    one, which is then renamed, so a directory under its final name is whole; one that is not `intact` (a
+    machine crashed) is built again. A build that fails leaves nothing; one that is killed leaves a directory
+    that the next start removes.
 
     Args:
         build: called with the empty directory.

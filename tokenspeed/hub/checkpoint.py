@@ -17,7 +17,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 def check_checkpoint(path: Path, pickled_hint: str) -> None:
-    """Checks that config.json is there and every safetensors header against its file's size. Reads no weights.
+    """Checks that config.json is there, and each safetensors header against its file. Reads no weights.
 
     Args:
         pickled_hint: what to do with a directory that holds only .bin or .pt files.

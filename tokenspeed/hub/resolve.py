@@ -68,8 +68,8 @@ def resolve_draft(
     if (own := Path(model_dir) / "draft").is_dir():
         return _directory(str(own), None, progress, DRAFT_HINT)
     raise ConfigError(
-        f"no {method} draft is known for {model_name}; name one with --draft (tokenspeed draft train, to make "
-        "one, is still to come)"
+        f"no {method} draft is known for {model_name}; name one with --draft (tokenspeed draft train, to "
+        "make one, is still to come)"
     )
 
 

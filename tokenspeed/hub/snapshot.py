@@ -21,7 +21,7 @@ NOT_THOSE = ("*/*", "consolidated*")  # other copies of the same weights
 def fetch_snapshot(
     name: str, revision: str | None, progress: Callable[[str, int, int], None], hint: str
 ) -> Path:
-    """The local directory of a hub model; fetched, or as an earlier start left it if the hub can't be reached.
+    """The local directory of a hub model; fetched, or as an earlier start left it if the hub is unreachable.
 
     Raises:
         ConfigError: no such model or revision, no right to it, no safetensors in it, or neither hub nor copy.
@@ -53,7 +53,7 @@ def fetch_snapshot(
         raise ConfigError(f"{name} has no revision {revision} on the hub") from None
     except RepositoryNotFoundError:
         raise ConfigError(
-            f"there is no directory {name}, and no model of that name on the hub (or HF_TOKEN lacks the right)"
+            f"there is no directory {name}, and no model of that name on the hub (or HF_TOKEN has no right)"
         ) from None
     except (HTTPError, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -73,7 +73,7 @@ def fetch_snapshot(
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What `call` returns or raises; TimeoutError if it takes longer (name resolution has no limit itself)."""
+    """What `call` returns or raises; TimeoutError if it takes longer (name resolution has no limit)."""
     results: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
 
     def work() -> None:

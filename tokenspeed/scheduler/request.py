@@ -98,7 +98,6 @@ class Request:
         self.held = held
         self.num_input = self.num_tokens
         self.num_scheduled = self.num_computed = held.num_cached
-        self.least = self.most = 0
         self.logprobs_of_prompt = []
         self.pages_wanted = 0
         if self.num_cached is None:

@@ -21,7 +21,7 @@ class TextStream(Protocol):
 
 
 class ByteStream:
-    """For byte-level tokenizers: a token is bytes, the text is their UTF-8. Always equal to decoding at once."""
+    """For byte-level tokenizers: a token is bytes, the text is their UTF-8. Equal to decoding all at once."""
 
     def __init__(self, encoder: Encoder, skip_special_tokens: bool):
         self._bytes = encoder.token_bytes
@@ -71,8 +71,8 @@ class WindowStream:
 class StopStrings:
     """Finds the stop string that is completed first, and holds back text that may be the beginning of one.
 
-    The result does not depend on how the text is cut into pieces: of all occurrences the one with the earliest
-    end wins, of those the longest.
+    The result does not depend on how the text is cut into pieces: the occurrence with the earliest end wins,
+    of those the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0):
@@ -83,7 +83,7 @@ class StopStrings:
         self._sent = 0  # characters of the tail that are out already (all of them with `include`)
 
     def push(self, piece: str, num_tokens: int) -> tuple[str, str | None]:
-        """The text that may go out, and the stop string that `piece`, the text of token `num_tokens`, ended."""
+        """The text that may go out, and the stop string that `piece`, of token `num_tokens`, ended."""
         if not self._stops:
             return piece, None
         window, sent = self._tail + piece, self._sent

@@ -73,7 +73,7 @@ class TokenizerLoop:
     """All state of the process. Nothing here blocks; long prompts are encoded aside, so that streams go on.
 
     Every request gets exactly one `Text` with `finished`, unless the server aborts it. When a stop string is
-    found its text goes out at once, and `finished` when the scheduler has closed the request with its account.
+    found its text goes out at once, and `finished` when the scheduler closes the request with its account.
     """
 
     def __init__(self, resolved: Resolved, encoder: Encoder, to_scheduler: Sender, to_server: Sender):
@@ -333,7 +333,7 @@ def _closing(request: Request, finished: Finished) -> dict[str, Finished | str |
 
 
 def run(child: Child) -> None:
-    """The process: receives at tokenizer.sock, sends to scheduler and server. Ends with an error or a signal."""
+    """The process: receives at tokenizer.sock, sends to scheduler and server; ends by error or signal."""
     resolved = child.resolved
     pull = Pull(address(resolved.run_dir, "tokenizer"), ToTokenizer)
     to_scheduler = Push(address(resolved.run_dir, "scheduler"), ToScheduler)

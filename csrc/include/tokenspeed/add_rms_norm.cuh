@@ -1,0 +1,62 @@
+// residual += x; out = rms_norm(residual) * weight. One block a row; the row stays in registers between the two passes.
+#pragma once
+
+#include "tokenspeed/vec.cuh"
+
+namespace tokenspeed {
+
+// Sum over a block of any whole number of warps, known to every thread afterwards.
+__device__ inline float block_sum(float value) {
+    __shared__ float of_warps[32];
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffff, value, offset);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x % 32 < blockDim.x / 32 ? of_warps[threadIdx.x % 32] : 0.0f;
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffff, value, offset);
+    return value;
+}
+
+// size is a multiple of Vec<T>::kSize and at most kVecs * blockDim.x of them; rows start on 16 bytes.
+template <typename T, int kVecs>
+__global__ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t stride_x,
+                             int64_t stride_residual, int size, float eps) {
+    using V = Vec<T>;
+    const int64_t row = blockIdx.x;
+    const T* x_row = x + row * stride_x;
+    T* residual_row = residual + row * stride_residual;
+    T* out_row = out + row * size;
+    V kept[kVecs];
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int at = (i * blockDim.x + threadIdx.x) * V::kSize;
+        if (at >= size) continue;
+        V added;
+        added.load(x_row + at);
+        kept[i].load(residual_row + at);
+#pragma unroll
+        for (int j = 0; j < V::kSize; ++j) {
+            kept[i].data[j] = from_float<T>(to_float(kept[i].data[j]) + to_float(added.data[j]));
+            const float value = to_float(kept[i].data[j]);
+            squares += value * value;
+        }
+        kept[i].store(residual_row + at);
+    }
+    const float scale = 1.0f / sqrtf(block_sum(squares) / size + eps);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int at = (i * blockDim.x + threadIdx.x) * V::kSize;
+        if (at >= size) continue;
+        V gain, result;
+        gain.load(weight + at);
+#pragma unroll
+        for (int j = 0; j < V::kSize; ++j) {
+            // Rounded before the weight, as transformers' Llama does it.
+            const float normed = to_float(from_float<T>(to_float(kept[i].data[j]) * scale));
+            result.data[j] = from_float<T>(normed * to_float(gain.data[j]));
+        }
+        result.store(out_row + at);
+    }
+}
+
+}  // namespace tokenspeed

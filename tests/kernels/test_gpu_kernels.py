@@ -1,0 +1,110 @@
+"""The kernels on a GPU: the interpreter's cases again in every dtype, and what only real hardware can show."""
+
+import pytest
+import torch
+from kernels.kernel_cases import CASES, Maker, invariant_inputs, tree_inputs
+
+from tokenspeed.errors import ConfigError
+from tokenspeed.kernels import build, cuda, reference
+from tokenspeed.kernels.registry import OPS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", CASES)
+def test_kernel_equals_reference(op: str, dtype: torch.dtype):
+    CASES[op](OPS[op]["triton"].load(), Maker("cuda", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_bits_do_not_depend_on_rows(dtype: torch.dtype):
+    m = Maker("cuda", dtype)
+    x, weight = m.normal(300, 2048), m.normal(1000, 2048) / 45
+    linear = OPS["linear_invariant"]["triton"].load()
+    whole = linear(x, weight, None)
+    for rows in (1, 3, 16, 17, 64, 255):
+        assert torch.equal(linear(x[:rows], weight, None), whole[:rows])
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_bits_do_not_depend_on_the_batch(dtype: torch.dtype):
+    attend = OPS["tree_attention_invariant"]["triton"].load()
+    inputs = invariant_inputs(Maker("cuda", dtype), [0, 37, 1900, 600], 16, 32, 8, 128)
+    inputs |= dict(scale=128**-0.5, window=None)
+    whole = attend(**inputs)
+    for b, n in ((0, 1), (1, 2), (2, 4), (3, 16)):
+        part = {
+            name: value[b : b + 1, :n].contiguous() if name in ("q", "indices", "path_slots") else value
+            for name, value in inputs.items()
+        }
+        part |= {name: inputs[name][b : b + 1] for name in ("block_table", "prefix_lens")}
+        assert torch.equal(attend(**part)[0], whole[b, :n])
+
+
+def test_a_graph_replays_other_lengths():
+    """One captured launch serves whatever the device's lengths, tables and masks say later."""
+    attend = OPS["tree_attention"]["triton"].load()
+    m = Maker("cuda", torch.bfloat16)
+    inputs = tree_inputs(m, [1000, 30, 500, 700], 16, 16, 32, 8, 128)
+    fixed = dict(first=0, scale=128**-0.5, window=None, max_prefix=1008)
+    attend(**inputs, **fixed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(**inputs, **fixed)
+    for lengths in ([1, 0, 3, 2], [1000, 30, 500, 700], [16, 17, 400, 699]):
+        inputs["prefix_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        inputs["mask"].copy_(m.ints(0, 2**16, 4, 16))
+        graph.replay()
+        want = reference.tree_attention(**inputs, **fixed)
+        torch.testing.assert_close(out, want, atol=3e-2, rtol=3e-2)
+
+
+def test_offsets_beyond_32_bits():
+    """Pages of more than 2^31 elements: their addresses need 64 bits."""
+    dim, kv_heads = 128, 8
+    pages = 2**31 // (16 * kv_heads * dim) + 3
+    if torch.cuda.mem_get_info()[0] < 3 * pages * 16 * kv_heads * dim * 2:
+        pytest.skip("the GPU has too little free memory for two caches of 4 GiB")
+    k, v = (torch.zeros(pages, 16, kv_heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    m = Maker("cuda", torch.bfloat16)
+    k[-1], v[-1] = m.normal(16, kv_heads, dim), m.normal(16, kv_heads, dim)
+    inputs = tree_inputs(m, [16], 4, 4, 32, 8, dim)
+    inputs["block_table"][0, 0] = pages - 1
+    inputs |= dict(k_cache=k, v_cache=v, first=0, scale=dim**-0.5, window=None)
+    got = OPS["tree_attention"]["triton"].load()(**inputs, max_prefix=16)
+    inputs |= dict(k_cache=k[-1:], v_cache=v[-1:], block_table=torch.zeros_like(inputs["block_table"]))
+    torch.testing.assert_close(got, reference.tree_attention(**inputs), atol=3e-2, rtol=3e-2)
+
+
+@pytest.fixture
+def cuda_library(tmp_path, monkeypatch):
+    monkeypatch.setenv(build.LIBRARY_ENV, str(tmp_path / "lib.so"))
+    major, minor = torch.cuda.get_device_capability()
+    if torch.version.cuda is None or f"{major}{minor}a" not in build.ARCHITECTURES:
+        pytest.skip("csrc has no code for this GPU")
+    try:
+        build.build(build.library_path(), (f"{major}{minor}a",))
+    except ConfigError as error:
+        pytest.skip(f"csrc can't be built here: {error}")
+    for cached in (cuda.ready, cuda._library):
+        cached.cache_clear()
+    yield
+    for cached in (cuda.ready, cuda._library):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cuda_add_rms_norm(dtype: torch.dtype, cuda_library):
+    assert cuda.ready()
+    CASES["add_rms_norm"](cuda.add_rms_norm, Maker("cuda", dtype))
+    with pytest.raises(ValueError, match="16 bytes"):
+        x = torch.zeros(2, 65, dtype=dtype, device="cuda")[:, 1:]
+        cuda.add_rms_norm(x, x.contiguous(), torch.ones(64, dtype=dtype, device="cuda"), 1e-5)
