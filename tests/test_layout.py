@@ -15,8 +15,8 @@ PACKAGE = ROOT / "tokenspeed"
 MAX_LINES = 400
 
 # What each unit may import of ours, beside itself; cli and the package's own __init__ may import anything.
-# A unit is a package, but for the files named with a dot: they lie in a package that needs torch and need none
-# themselves, so that the launcher and the scheduler can use them.
+# A unit is a package, but for the files named with a dot: they lie in a package that needs torch and need
+# none themselves, so that the launcher and the scheduler can use them.
 SETS = {
     "leaves": "errors params config log progress models.config",
     "draft": "spec.eagle4.config spec.eagle4.formats spec.eagle4.checkpoint",

@@ -1,4 +1,4 @@
-"""Both attention backends against float64 arithmetic by the definition. On a CPU the kernel ops are their references."""
+"""Both attention backends against float64 by the definition; on a CPU the kernel ops are references."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""The attention classes over Triton kernels on a GPU against the torch backend on the CPU, eager and in a CUDA graph."""
+"""The attention classes on a GPU against the torch backend on the CPU, eager and in a CUDA graph."""
 
 from dataclasses import fields, replace
 

@@ -1,4 +1,4 @@
-"""How each Triton kernel is called in practice: argument types by name, and representative compile-time constants."""
+"""How each Triton kernel is called: argument types by name, and representative constants."""
 
 import importlib
 import itertools
@@ -10,13 +10,14 @@ from triton.runtime import JITFunction
 
 from tokenspeed.kernels import triton as package
 
-_DATA = "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out"
-_TYPES = {name: "data" for name in _DATA.split()}
-_TYPES |= {name: "*i64" for name in "positions slots indices mask path_slots seeds src dst".split()}
-_TYPES |= {name: "*i32" for name in "block_table prefix_lens starts cu_rows top_k".split()}
-_FLOATS = "cos_sin part_acc part_peak part_total logits temperature top_p min_p"
-_TYPES |= {name: "*fp32" for name in _FLOATS.split()}
-_TYPES |= {"eps": "fp32", "scale": "fp32"}
+_TYPE_NAMES = {
+    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out",
+    "*i64": "positions slots indices mask path_slots seeds src dst",
+    "*i32": "block_table prefix_lens starts cu_rows top_k",
+    "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p",
+    "fp32": "eps scale",
+}
+_TYPES = {name: kind for kind, names in _TYPE_NAMES.items() for name in names.split()}
 _HALVES, _ALL = ("bf16", "fp16"), ("bf16", "fp16", "fp32")
 
 

@@ -1,6 +1,7 @@
 """Every Triton kernel compiles for every GPU we name and fits its shared memory; no GPU is needed.
 
-What has compiled is remembered under .cache/compile (or $TOKENSPEED_CACHE/compile) by sources, signature and versions.
+What has compiled is remembered under .cache/compile (or $TOKENSPEED_CACHE/compile) by sources, signature and
+versions.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: the interpreter's cases again in every dtype, and what only real hardware can show."""
+"""The kernels on a GPU: the interpreter's cases in every dtype, and what only real hardware can show."""
 
 import pytest
 import torch

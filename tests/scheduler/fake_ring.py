@@ -97,9 +97,9 @@ class FakeWorker:
         logprobs, prompt_logprobs = {}, {}
         for row, (slot, start, _) in enumerate(zip(*map(unpack, self._prefill(step)), strict=True)):
             if self.slots[slot].params.prompt_logprobs is not None:
-                ids = self.slots[slot].tokens[: self.slots[slot].num_input]
-                end = self.slots[slot].num_kv
-                prompt_logprobs[row] = [Logprobs(float(token)) for token in ids[start + 1 : end + 1]]
+                # Of the last chunk the last entry is the sampled token's, which is none of the prompt.
+                following = self.slots[slot].tokens[start + 1 : self.slots[slot].num_kv + 1]
+                prompt_logprobs[row] = [Logprobs(float(token)) for token in following]
         decode = unpack(step.decode_slots)
         assert len(set(decode)) == len(decode)
         shape = Shape(*step.shape) if step.shape else None
@@ -177,6 +177,9 @@ class FakeWorker:
         last = len(slot.tokens) - 1
         assert slot.num_kv == last >= slot.num_input, "decode before the prompt is computed"
         state = chain(self._state(slot, last), slot.tokens[last])
+        if shape:  # a kept node may have any number, and the token after the last one has a draft row
+            needed = last + max(shape.nodes, shape.steps + 2)
+            assert needed <= len(slot.table) * self.limits.page_size, "a node or a draft row has no page"
         for index in range(last, last + (shape.nodes if shape else 1)):
             self._write(slot, index, -1)  # nodes of the tree: worth nothing unless accepted
         count = self.rng.randint(1, min(shape.steps, shape.nodes - 1) + 1) if shape else 1

@@ -116,6 +116,18 @@ def test_failed_row_ends_its_request_only_and_leaves_nothing_behind():
     assert ring.scheduler.cache.num_cached == (11 + 5 - 1) // 4  # of the other one only
 
 
+def test_failed_decode_row_leaves_only_what_was_shared_before():
+    ring = Ring(scheduler_with(rounds_in_flight=1))
+    ring.add(generate(1, prompt_of(9), max_tokens=30, ignore_eos=True))
+    while len(ring.answers[1].tokens) < 10:
+        ring.send()
+        ring.answer()
+    step = ring.send()
+    ring.take(ring.scheduler.update(StepDone(step.step, pack([0]), b"", failed={0: "NaN logits"})))
+    assert ring.answers[1].finished[0].reason == "error" and len(ring.answers[1].tokens) == 10
+    assert ring.scheduler.cache.num_cached == 9 // 4  # the prompt's, not those of the output
+
+
 def test_account_of_speculation():
     ring = Ring(scheduler_with(TREE), seed=3)
     requests = {rid: prompt_of(6, rid) for rid in range(3)}
@@ -140,6 +152,18 @@ def test_account_of_speculation():
     assert counters["generation_tokens"] == 69 and counters["prompt_tokens"] == 18
     assert counters["spec_decode_plain_rounds"] == 0
     assert counters["steps"] == len(ring.steps)
+
+
+@pytest.mark.parametrize(("max_tokens", "accepted"), [(2, 1), (3, 2), (4, 3), (5, 3), (9, 3)])
+def test_draft_tokens_past_the_end_are_not_counted(max_tokens, accepted):
+    """A round that yields three draft tokens and one of the target's own, of which some are cut off."""
+    scheduler = scheduler_with(TREE, rounds_in_flight=1)
+    scheduler.add(generate(1, [1, 2], max_tokens=max_tokens))
+    scheduler.update(StepDone(scheduler.schedule().step, pack([1]), pack([9])))
+    scheduler.update(StepDone(scheduler.schedule().step, pack([4]), pack([9, 9, 9, 9])))
+    counters = scheduler.counters.as_dict()
+    assert counters["spec_decode_num_accepted_tokens"] == accepted
+    assert counters["generation_tokens"] == min(max_tokens, 5)
 
 
 def test_plain_rounds_are_counted():

@@ -1,5 +1,7 @@
 """Chunk budget, reservation and refusal as plain functions."""
 
+from array import array
+
 import pytest
 from fake_ring import generate
 
@@ -44,6 +46,24 @@ def test_chunk_budget_wastes_nothing():
         for remaining in ([1000], [1000, 1000], [1000, 1, 1000], [3, 1000, 2, 5], [1, 2, 3]):
             assert sum(shares(budget, remaining)) == min(budget, sum(remaining))
             assert shares(budget, remaining)[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("new", "want"),
+    [
+        ([5, 7, 6], (3, None, None)),  # 7 as the second output token is too early
+        ([5, 5, 7, 6], (4, None, None)),  # and as the third: three others must come first
+        ([5, 5, 5, 7, 6], (4, "stop", 7)),
+        ([5, 7, 5, 9, 6], (4, "stop", 9)),
+        ([5, 5, 5, 5, 5, 7], (6, "stop", 7)),  # both ends at once: the stop token counts
+        ([5, 5, 5, 5, 5, 5, 7], (6, "length", None)),
+    ],
+)
+def test_where_a_round_is_cut(new, want):
+    message = generate(1, [7, 9], max_tokens=6, min_tokens=3, stop_token_ids=(9,))
+    request = Request(message, 0, 100, (7,))
+    assert request.commit(array("i", new)) == want
+    assert request.tokens.tolist() == [7, 9, *new[: want[0]]] and request.num_output == want[0]
 
 
 def test_headroom():

@@ -1,7 +1,9 @@
-"""What a model asks of attention: one object a forward pass, which knows where K/V go and what each row may see.
+"""What a model asks of attention: one object a forward pass, which knows where K/V go and
+what each row may see.
 
-KV memory is paged. A *slot* is a token's place in it: page * page_size + offset. Page 0 is the dummy page: padding
-rows write there and nothing reads it. K and V of a layer are [num_pages, page_size, num_kv_heads, head_dim].
+KV memory is paged. A *slot* is a token's place in it: page * page_size + offset. Page 0 is the dummy page:
+padding rows write there and nothing reads it. K and V of a layer are [num_pages, page_size, num_kv_heads,
+head_dim].
 """
 
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ class Attention(Protocol):
 
 @dataclass
 class PrefillRows:
-    """Chunks of C prompts, rows one after another. A row sees every key of its request at its position or before."""
+    """Chunks of C prompts, rows one after another. A row sees its request's keys up to its own position."""
 
     positions: Tensor  # int64 [T] position of each row, which is its RoPE position too
     slots: Tensor  # int64 [T] where the row's K/V go
@@ -42,8 +44,8 @@ class PrefillRows:
 class TreeRows:
     """N tree nodes of each of B requests: plain decode is N = 1, a draft step N = K lanes.
 
-    A row sees the keys in slots first <= s < prefix_lens[b] of its request (by index in the block table, within the
-    window) and those tail keys j whose bit is set in its mask.
+    A row sees the keys in slots first <= s < prefix_lens[b] of its request (by index in the block table,
+    within the window) and those tail keys j whose bit is set in its mask.
     """
 
     positions: Tensor  # int64 [B * N] RoPE position of each row

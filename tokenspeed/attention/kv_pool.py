@@ -43,7 +43,7 @@ class KvPool:
         return self._slots[index]
 
     def flat(self) -> Tensor:
-        """Every layer's K and V by slot, for move_kv: [num_layers * 2, num_slots, num_kv_heads * head_dim]."""
+        """Every layer's K and V by slot: [num_layers * 2, num_slots, num_kv_heads * head_dim]."""
         return self.data.view(self.num_layers * 2, self.num_slots, -1)
 
     @staticmethod

@@ -32,8 +32,8 @@ class PrefillAttention:
     """Attention of prompt chunks, one after another.
 
     Args:
-        pool: pages of all layers. rows: the chunks. cos_sin: float32 [P, D]. windows: window of each layer of the
-            pool. scale: factor on q.k.
+        pool: pages of all layers. rows: the chunks. cos_sin: float32 [P, D]. windows: window of each layer
+            of the pool. scale: factor on q.k.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class PrefillAttention:
 class TreeAttention:
     """Attention of tree nodes: over their requests' pages and a tail.
 
-    The tail is the rows' own K and V; or `tail`, side buffers in which the rows' own are written from `tail_start` on;
-    or, for rows that have no slots and no buffers, nothing.
+    The tail is the rows' own K and V; or `tail`, side buffers in which the rows' own are written from
+    `tail_start` on; or, for rows that have no slots and no buffers, nothing.
 
     Args:
         pool, rows, cos_sin, windows, scale: as in PrefillAttention.
@@ -135,7 +135,7 @@ class TreeAttention:
     def _mask(
         self, rows: TreeRows, window: int | None, first: int, length: int, own: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Additive mask [B, N, keys] and which rows see nothing [B, 1, N, 1, 1]; None where they change nothing."""
+        """Additive mask [B, N, keys], and rows that see nothing [B, 1, N, 1, 1]; None if they do nothing."""
         prefix = visible_prefix(rows.prefix_lens, rows.indices, first, length, window)[:, :, first:]
         bits = own_tail_mask(rows, window) if own else rows.mask
         visible = torch.cat((prefix, mask_bits(bits, self.num_tail)), -1)

@@ -7,7 +7,7 @@ from tokenspeed.attention.base import TreeRows
 
 
 def own_tail_mask(rows: TreeRows, window: int | None) -> Tensor:
-    """rows.mask, int64 [B, N], less the ancestors that lie outside the window of a node; the tail is the rows' own."""
+    """rows.mask, int64 [B, N], less the ancestors outside a node's window; the tail is the rows' own."""
     if window is None or window >= rows.mask.shape[1]:  # no path is as long as that
         return rows.mask
     near = rows.indices[:, None, :] > rows.indices[:, :, None] - window
@@ -18,7 +18,7 @@ def own_tail_mask(rows: TreeRows, window: int | None) -> Tensor:
 
 
 def path_slots(rows: TreeRows) -> Tensor:
-    """Slots of each row's ancestors by depth, itself last: int64 [B, N, N], 0 beyond. Rows of a target's forward pass.
+    """Slots of each row's ancestors by depth, itself last: int64 [B, N, N], 0 beyond. For a target's rows.
 
     Raises:
         ValueError: a tree of several nodes comes without its depths.

@@ -1,4 +1,4 @@
-"""Attention by the kernel ops: no host sync and no shape that depends on data, so a CUDA graph can hold it."""
+"""Attention by the kernel ops: no host sync and no shape that depends on data (CUDA graphs)."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ class PrefillAttention:
     """Attention of prompt chunks.
 
     Args:
-        pool: pages of all layers. rows: the chunks. cos_sin: float32 [P, D]. windows: window of each layer of the
-            pool. scale: factor on q.k.
+        pool: pages of all layers. rows: the chunks. cos_sin: float32 [P, D]. windows: window of each layer
+            of the pool. scale: factor on q.k.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class PrefillAttention:
 class TreeAttention:
     """Attention of tree nodes: over their requests' pages and a tail.
 
-    The tail is the rows' own K and V; or `tail`, side buffers in which the rows' own are written from `tail_start` on;
-    or, for rows that have no slots and no buffers, nothing.
+    The tail is the rows' own K and V; or `tail`, side buffers in which the rows' own are written from
+    `tail_start` on; or, for rows that have no slots and no buffers, nothing.
 
     Args:
         pool, rows, cos_sin, windows, scale: as in PrefillAttention.
@@ -102,8 +102,8 @@ class InvariantTreeAttention:
     """Attention of a target's tree nodes whose bits depend on a row's keys alone.
 
     Args:
-        pool, rows, cos_sin, windows, scale: as in PrefillAttention. rows.slots must be there, and for trees of several
-            nodes rows.depths or rows.path_slots.
+        pool, rows, cos_sin, windows, scale: as in PrefillAttention. rows.slots must be there, and for trees
+            of several nodes rows.depths or rows.path_slots.
     """
 
     def __init__(

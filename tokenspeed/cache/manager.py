@@ -127,10 +127,11 @@ class CacheManager:
         count = self.num_pages_for(num_tokens) - len(held.pages)
         if count <= 0:
             return []
-        if count > self.num_available:
+        short = count - self.pool.num_free
+        if short > self.tree.num_evictable:
             return None
-        if count > self.pool.num_free:
-            self.pool.drop(self.tree.evict(count - self.pool.num_free))
+        if short > 0:
+            self.pool.drop(self.tree.evict(short))
         pages = self.pool.take(count)
         held.pages += pages
         return pages

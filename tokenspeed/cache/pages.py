@@ -29,9 +29,8 @@ class PagePool:
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         if count == 0:
             return []
-        pages = self._free[-count:]
+        pages = self._free[: -count - 1 : -1]
         del self._free[-count:]
-        pages.reverse()
         for page in pages:
             self.refs[page] = 1
         return pages

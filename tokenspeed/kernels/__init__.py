@@ -1,7 +1,7 @@
-"""The ops that models, attention and sampling are made of: one function each, whichever kernel runs behind it.
+"""The ops that models, attention and sampling are made of: a function each, whichever kernel runs.
 
-T is a number of rows, H a hidden size, B requests, N tree nodes of a request, D the head dimension. Tensors are
-contiguous in their last dimension; other strides are free unless said. `registry` picks the kernel.
+T is a number of rows, H a hidden size, B requests, N tree nodes of a request, D the head dimension. Tensors
+are contiguous in their last dimension; other strides are free unless said. `registry` picks the kernel.
 """
 
 from torch import Tensor
@@ -86,8 +86,9 @@ def prefill_attention(
     """Causal attention of prompt chunks over their requests' pages, which hold the chunks' own keys already.
 
     Args:
-        q: [T, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D]. rows: which chunk each row is of.
-        scale: factor on q.k. window: a row at position p sees positions p - window < s <= p; None: all before.
+        q: [T, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
+        rows: which chunk each row is of. scale: factor on q.k.
+        window: a row at position p sees positions p - window < s <= p; None: all before.
 
     Returns:
         [T, Hq, D]. A row's bits do not depend on how its prompt was cut into chunks.
@@ -110,10 +111,10 @@ def tree_attention(
     window: int | None,
     max_prefix: int | None = None,
 ) -> Tensor:
-    """Attention of N tree nodes a request over its pages and a tail of M keys, for decode, drafting and verification.
+    """Attention of N tree nodes a request over its pages and a tail of M keys.
 
-    A row sees page keys first <= s < prefix_lens[b] with s > indices[b, i] - window, and the tail keys j whose bit is
-    set in its mask. A row that sees nothing gives zeros.
+    A row sees page keys first <= s < prefix_lens[b] with s > indices[b, i] - window, and the tail keys j
+    whose bit is set in its mask. A row that sees nothing gives zeros.
 
     Args:
         q: [B, N, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
@@ -121,7 +122,7 @@ def tree_attention(
         block_table: int32 [B, P], 0 where unused. prefix_lens: int32 [B].
         mask: int64 [B, N]. indices: int64 [B, N], each row's own index in its sequence.
         first: the first key that exists, 0 in target layers and 1 in the draft's.
-        max_prefix: host bound on prefix_lens (None: the block table's width). It fixes the launch, not the result.
+        max_prefix: host bound on prefix_lens (None: the block table's width); it changes no result.
 
     Returns:
         [B, N, Hq, D]. No host sync; shapes depend on no data.
@@ -157,8 +158,9 @@ def tree_attention_invariant(
 ) -> Tensor:
     """Tree attention whose bits, for a row, depend on its keys alone: not on B, N or where the keys lie.
 
-    The row of index i sees keys 0..i of its own path: key s < prefix_lens[b] in the pages by the block table, a later
-    one in slot path_slots[b, n, s - prefix_lens[b]] (its ancestors by depth, then itself), stored beforehand.
+    The row of index i sees keys 0..i of its own path: key s < prefix_lens[b] in the pages by the block
+    table, a later one in slot path_slots[b, n, s - prefix_lens[b]] (its ancestors by depth, then itself),
+    stored beforehand.
 
     Args:
         q: [B, N, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
@@ -185,13 +187,15 @@ def sample(
 ) -> Tensor:
     """Draws one token a row, reproducibly: the noise of a token depends on (seed, position, token id) alone.
 
-    Below a temperature of 1e-5: argmax, the lowest id on ties. Else, on logits / temperature: keep the logits >= the
-    k-th largest; of those the smallest set {p >= threshold} with mass >= top_p; drop p < min_p * max p; then the
-    Gumbel-max trick, argmax(logit - log e) with e = Exp(1) noise from Philox-4x32-10 (Salmon et al. 2011): key = seed,
-    counter = (token // 4, position low, position high, 0), word token % 4.
+    Below a temperature of 1e-5: argmax, the lowest id on ties. Else, on logits / temperature: keep the
+    logits >= the k-th largest; of those the smallest set {p >= threshold} with mass >= top_p; drop p <
+    min_p * max p; then the Gumbel-max trick, argmax(logit - log e) with e = Exp(1) noise from
+    Philox-4x32-10 (Salmon et al. 2011): key = seed, counter = (token // 4, position low, position high, 0),
+    word token % 4.
 
     Args:
-        logits: float32 [R, V]; NaN is never chosen. temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0: off.
+        logits: float32 [R, V]; NaN is never chosen.
+        temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0: off.
         seeds, positions: int64 [R].
 
     Returns:
@@ -205,7 +209,7 @@ def move_kv(kv: Tensor, src: Tensor, dst: Tensor, group: int | None = None) -> N
 
     Args:
         kv: [L, num_slots, E], contiguous, written in place. src, dst: int64 [M]; equal pairs cost nothing.
-        group: moves of one request, next to one another; only within a group may a dst be another's src. None: M.
+        group: moves of one request, side by side; only within a group may a dst be another's src. None: M.
     """
     _move_kv[kv.device.type](kv, src, dst, group)
 

@@ -1,4 +1,4 @@
-"""Builds csrc into one shared library with nvcc: `python -m tokenspeed.kernels.build`. Neither torch nor a GPU is needed."""
+"""Builds csrc into one shared library with nvcc: `python -m tokenspeed.kernels.build`. It takes no GPU."""
 
 import os
 import shutil

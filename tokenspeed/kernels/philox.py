@@ -1,7 +1,7 @@
 """Philox-4x32-10 in torch, and the Exp(1) noise that sampling draws from it.
 
-Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". Words are kept in int64, where the
-product of two 32-bit words wraps modulo 2^64 and so keeps both of its halves.
+Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". Words are kept in int64,
+where the product of two 32-bit words wraps modulo 2^64 and so keeps both of its halves.
 """
 
 import torch
@@ -55,7 +55,7 @@ def vocab_words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Words to Gumbel noise g = -log(e), e = -log1p(-u), u = (word + 1/2) / 2^32: float32 of the same shape."""
+    """Words to float32 Gumbel noise g = -log(e), e = -log1p(-u), u = (word + 1/2) / 2^32."""
     u = words.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
     return u.neg_().log1p_().neg_().log_().neg_()
 

@@ -58,7 +58,7 @@ def rope_store_kv(
 
 
 def full_cos_sin(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines over a whole head, float32 [T, 1, D]; the first half's sines carry the rotation's minus."""
+    """Cosines and sines over a whole head, float32 [T, 1, D]; the first half's sines are negated."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -70,7 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Softmax attention in float32 of q [B, N, Hq, D] over k, v [B, S, Hkv, D] where bool `visible` [B, N, S] says so."""
+    """Softmax attention in float32: q [B, N, Hq, D] over k, v [B, S, Hkv, D] where `visible` [B, N, S]."""
     batch, num_rows, num_heads, dim = q.shape
     num_kv_heads = k.shape[2]
     grouped = q.float().view(batch, num_rows, num_kv_heads, num_heads // num_kv_heads, dim)

@@ -1,12 +1,14 @@
-"""Sampling in plain torch, made fast for a CPU: only tokens that can win are sorted, and only they draw noise."""
+"""Sampling in plain torch, made fast for a CPU: only tokens that can win are sorted and draw noise."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenspeed.kernels.philox import gumbel, token_words, vocab_words
 
 GREEDY_BELOW = 1e-5
-NUM_CANDIDATES = 1024
+NUM_CANDIDATES = 64
+_BLOCK = 64
 _HUGE = 3e38
 _MAX_NOISE = 22.88  # Gumbel noise of the word 0: -log(2^-33) = 22.874
 
@@ -22,7 +24,7 @@ def sample(
 ) -> Tensor:
     """See `tokenspeed.kernels.sample`."""
     logits = logits.nan_to_num(nan=-torch.inf, posinf=_HUGE, neginf=-torch.inf)
-    tokens = logits.argmax(-1)  # the first of equal values
+    tokens = _argmax(logits)
     empty = logits.gather(1, tokens[:, None])[:, 0] == -torch.inf
     rows = ((temperature >= GREEDY_BELOW) & ~empty).nonzero()[:, 0]
     if len(rows) == len(tokens):
@@ -44,7 +46,7 @@ def _draw(
 ) -> Tensor:
     """Samples rows that are not greedy and not empty."""
     scaled = (logits * temperature.reciprocal()[:, None]).clamp_(max=_HUGE)
-    values, ids = scaled.topk(min(NUM_CANDIDATES, scaled.shape[1]), dim=-1)
+    values, ids = _largest(scaled, min(NUM_CANDIDATES, scaled.shape[1]))
     cut = _cut(scaled, values, top_k, top_p, min_p)
     tokens, best = _pick(values, ids, cut, gumbel(token_words(seeds, positions, ids)))
     if ids.shape[1] == scaled.shape[1]:
@@ -53,24 +55,39 @@ def _draw(
     last = values[:, -1]
     open_rows = ((last >= cut) & (last + _MAX_NOISE >= best)).nonzero()[:, 0]
     if len(open_rows):
+        kept = scaled if len(open_rows) == len(scaled) else scaled[open_rows]
         noise = _shared_noise(seeds[open_rows], positions[open_rows], scaled.shape[1])
-        scores = (scaled[open_rows] + noise).masked_fill_(
-            scaled[open_rows] < cut[open_rows, None], -torch.inf
-        )
-        tokens[open_rows] = scores.argmax(-1)
+        scores = (kept + noise).masked_fill_(kept < cut[open_rows, None], -torch.inf)
+        tokens[open_rows] = _argmax(scores)
     return tokens
 
 
+def _argmax(values: Tensor) -> Tensor:
+    """The first largest of each row; NumPy's is ten times as fast as torch's on a CPU."""
+    return torch.from_numpy(values.numpy().argmax(-1)) if values.device.type == "cpu" else values.argmax(-1)
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Like values.topk(count): looks only into the blocks of the largest maxima."""
+    vocab = values.shape[1]
+    if vocab < 4 * count * _BLOCK:
+        return values.topk(count, dim=-1)
+    blocks = F.pad(values, (0, -vocab % _BLOCK), value=-torch.inf).unflatten(1, (-1, _BLOCK))
+    chosen = blocks.amax(-1).topk(count, dim=-1).indices
+    found, at = blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK)).flatten(1).topk(count, dim=-1)
+    return found, chosen.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
+
+
 def _cut(scaled: Tensor, values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The lowest scaled logit each row keeps, float32 [R]; `values` are the row's largest, in descending order."""
+    """The lowest scaled logit each row keeps, float32 [R]; `values` are its largest, descending."""
     vocab = scaled.shape[1]
     cut = _min_p_cut(values[:, 0], min_p)
     for row in ((top_k > 0) | (top_p < 1)).nonzero()[:, 0].tolist():
         k, p = int(top_k[row]), float(top_p[row])
         k = k if 0 < k < vocab else vocab
         ranked = values[row]
-        if k > len(ranked) and k < vocab:
-            ranked = scaled[row].sort(descending=True).values
+        if len(ranked) < k < vocab:
+            ranked = scaled[row].topk(k).values
         limit = ranked[k - 1] if k < vocab else ranked.new_tensor(-torch.inf)
         if p < 1:
             kept = scaled[row] if k == vocab else scaled[row][scaled[row] >= limit]
@@ -80,11 +97,13 @@ def _cut(scaled: Tensor, values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Te
 
 
 def _nucleus_cut(kept: Tensor, ranked: Tensor, p: float) -> Tensor:
-    """Value of the last token needed for a mass of p of `kept` [any]; `ranked` [C] are its largest, descending."""
+    """Value of the last token needed for a mass of p of `kept`; `ranked` are its largest, descending."""
     wanted = (kept - ranked[0]).exp_().sum() * p
     mass = (ranked - ranked[0]).exp_().cumsum(0)
-    if mass[-1] < wanted and len(ranked) < len(kept):
-        ranked = kept.sort(descending=True).values
+    for more in (1024, len(kept)):
+        if mass[-1] >= wanted or len(ranked) >= len(kept):
+            break
+        ranked = kept.topk(min(more, len(kept))).values
         mass = (ranked - ranked[0]).exp_().cumsum(0)
     needed = int(torch.searchsorted(mass, wanted))
     return ranked[min(needed, len(kept) - 1, len(ranked) - 1)]
@@ -105,5 +124,6 @@ def _pick(values: Tensor, ids: Tensor, cut: Tensor, noise: Tensor) -> tuple[Tens
 def _shared_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Noise [R, vocab]; rows of one seed and position, as the siblings of a tree have, draw it once."""
     pairs, inverse = torch.stack((seeds, positions), 1).unique(dim=0, return_inverse=True)
-    noise = gumbel(vocab_words(pairs[:, 0], pairs[:, 1], vocab))
-    return noise if len(noise) == len(seeds) == 1 else noise[inverse]
+    # A row at a time: its counters fit into a CPU's cache.
+    noise = [gumbel(vocab_words(pair[:1], pair[1:], vocab)) for pair in pairs]
+    return noise[0] if len(seeds) == 1 else torch.cat(noise)[inverse]

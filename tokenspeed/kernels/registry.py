@@ -1,4 +1,4 @@
-"""Which implementation of an op runs on which kind of device: decided on an op's first call, a dict lookup after that."""
+"""Which implementation of an op runs on which kind of device: decided on the op's first call."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ class Impl:
     Args:
         target: "module:function"; imported when first needed, so that a CPU process never loads Triton.
         device: torch device type it runs on, or "any".
-        ready: "module:function" that says whether it can run here (a built library, a passed self-test); None: always.
+        ready: "module:function" that says whether it can run here (a library that is built); None: always.
     """
 
     target: str

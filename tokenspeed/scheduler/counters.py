@@ -16,7 +16,7 @@ class Counters:
     spec_decode_num_draft_tokens: int = 0  # nodes of trees, without the roots
     spec_decode_plain_rounds: int = 0  # rounds without a tree: one for each request and round
     steps: int = 0
-    graph_replays: int = 0  # whose round was a CUDA graph's replay
+    graphed_steps: int = 0  # whose round was a CUDA graph's replay
     num_nan_aborted_requests: int = 0
     accepted: list[int] = field(default_factory=lambda: [0] * (MAX_STEPS + 1))  # [a] trees that gave a tokens
 

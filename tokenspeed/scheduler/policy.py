@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from tokenspeed.config import Shape
 from tokenspeed.ipc.messages import Finished
 from tokenspeed.scheduler.request import Request
+from tokenspeed.spec.plan import MAX_NODES
 
 MAX_PASSED_OVER = (
     8  # waiting prompts that don't fit into the rest of a step before the search for others ends
@@ -52,6 +53,21 @@ class ChunkBudget:
             request, count = self.chunks[at]
             self.chunks[at] = request, count + min(more, self.left)
         return self.chunks
+
+
+def tokens_to_cover(upper: int, shape: Shape | None, limit: int, max_model_len: int) -> int:
+    """Tokens that the pages of a row must hold before a round (or the end of a prefill).
+
+    The last token, at index upper - 1 at most, gets its K/V in this round, and the one that follows it its draft row.
+    Without a tree nothing is written for tokens that `limit` rules out. The nodes of a tree lie at indices
+    upper - 1 and on, whatever their depth: a node that is kept may stand past the limit, so its page must be there.
+
+    Args:
+        upper: the most tokens that the request may have by then. limit: the most it may ever have.
+    """
+    if shape is None:
+        return max(min(upper + 1, limit - 1), 1)
+    return min(upper - 1 + max(shape.nodes, shape.steps + 2), max_model_len + MAX_NODES)
 
 
 def headroom(num_running: int, shape: Shape | None, page_size: int) -> int:

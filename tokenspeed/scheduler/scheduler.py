@@ -144,19 +144,14 @@ class Scheduler:
         return rows, shape
 
     def _needs(self, rows: list[Request], shape: Shape | None) -> list[tuple[Request, int]]:
-        """The rows that need pages for a round of this shape, and how many.
-
-        The nodes of a row lie at indices from its length - 1 on, and the length may be the upper bound by
-        then. Indices past the context limit have no pages: they fall on the dummy.
-        """
-        longest, size = self.limits.max_model_len, self.limits.page_size
-        more = shape.nodes - 1 if shape else 0
+        """The rows that need pages for a round of this shape, and how many."""
+        size = self.limits.page_size
         needs = []
         for request in rows:
-            if (num_tokens := len(request.tokens) + request.most + more) > request.num_covered:
-                count = -(-(min(num_tokens, longest) - request.num_covered) // size)
-                if count > 0:
-                    needs.append((request, count))
+            upper = len(request.tokens) + request.most
+            num_tokens = policy.tokens_to_cover(upper, shape, request.limit, self.limits.max_model_len)
+            if num_tokens > request.num_covered:
+                needs.append((request, -(-(num_tokens - request.num_covered) // size)))
         return needs
 
     def _preempt(self, request: Request) -> None:
@@ -208,12 +203,14 @@ class Scheduler:
         then those behind it have to wait as well."""
         before = self.cache.num_available
         held = self.cache.allocate(match)
-        need = self.cache.num_pages_for(request.num_tokens) - len(held.pages)
+        num_tokens = policy.tokens_to_cover(request.num_tokens, None, request.limit, self.limits.max_model_len)
+        num_tokens = max(num_tokens, request.num_tokens)  # its input in any case
+        need = self.cache.num_pages_for(num_tokens) - len(held.pages)
         if need + self._headroom(shape) > self.cache.num_available:
             request.pages_wanted = need + before - self.cache.num_available
             self.cache.release(held)
             return False
-        self.cache.append(held, request.num_tokens)
+        self.cache.append(held, num_tokens)
         looked_up = self.limits.enable_prefix_caching and not request.wants_prompt_logprobs
         if looked_up and request.num_cached is None:
             self.counters.prefix_cache_queries += request.num_prompt
@@ -261,7 +258,7 @@ class Scheduler:
         assert len(counts) == rows and sum(counts) == len(tokens), (
             f"step {done.step}: counts and tokens don't fit"
         )
-        self.counters.graph_replays += done.graphed
+        self.counters.graphed_steps += done.graphed
         outputs: list[Output] = []
         at = 0
         for row, (request, end) in enumerate(flight.prefill):
@@ -276,16 +273,18 @@ class Scheduler:
         most = flight.shape.steps + 1 if flight.shape else 1
         num_drafted = flight.shape.nodes - 1 if flight.shape else 0
         for row, request in enumerate(flight.decode, len(flight.prefill)):
-            new, at = tokens[at : at + counts[row]], at + counts[row]
+            start, at = at, at + counts[row]
             if request.status is not Status.RUNNING:
                 continue
+            new = tokens[start:at]
             if row in done.failed:
                 outputs.append(self._fail(request, done.failed[row]))
                 continue
             assert 1 <= len(new) <= most, f"{len(new)} tokens from a round of at most {most}"
             request.least -= 1
             request.most -= most
-            self.counters.spec_decode_plain_rounds += not num_drafted
+            if not num_drafted:
+                self.counters.spec_decode_plain_rounds += 1
             outputs.append(self._commit(request, row, new, done, num_drafted))
         return outputs
 
@@ -327,7 +326,7 @@ class Scheduler:
         return Output(
             request.rid,
             (new if kept == len(new) else new[:kept]).tobytes(),
-            done.logprobs.get(row, [])[:kept] if done.logprobs else [],
+            done.logprobs[row][:kept] if row in done.logprobs else [],
             prompt_logprobs,
             self._finish(request, reason, stop_token=stop_token) if reason else None,
         )

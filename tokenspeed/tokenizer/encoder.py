@@ -18,7 +18,7 @@ class Encoder:
     """A model's tokenizer. Holds no state of any request.
 
     Special tokens are added in one place only: `encode(..., add_special_tokens=True)` adds what the
-    post-processor of tokenizer.json adds (a plain prompt); a rendered chat has them, it is encoded with False.
+    post-processor of tokenizer.json adds (a plain prompt); a rendered chat has them: encoded with False.
 
     Attributes:
         chat: the model's chat template, or None.

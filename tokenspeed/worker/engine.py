@@ -114,7 +114,7 @@ class Engine:
             self._append_kept(slots, table, last_index, kept, valid, aux.view(len(slots), num_nodes, -1))
         state.last_tokens[slots] = kept.last
         state.lengths[slots] += kept.count
-        state.lengths[state.dummy] = 2
+        state.lengths[state.dummy :].fill_(2)
         failed = failed.gather(1, kept.path).any(1)
         if host_slots:
             self.edits.count(host_slots, kept.tokens, kept.count)

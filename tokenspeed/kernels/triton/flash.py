@@ -11,7 +11,8 @@ import triton.language as tl
 def softmax_step(q, k, v, visible, scale, peak, total, acc, PRECISION: tl.constexpr):
     """Folds a block of keys into the running softmax (Milakov and Gimelshein 2018), base 2.
 
-    q [R, D], k [D, S], v [S, D], visible bool [R, S], scale includes log2(e); peak, total float32 [R], acc [R, D].
+    q [R, D], k [D, S], v [S, D], visible bool [R, S]; scale includes log2(e).
+    peak, total [R] and acc [R, D] are float32.
     """
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     scores = tl.where(visible, scores, float("-inf"))

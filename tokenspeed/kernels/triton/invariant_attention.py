@@ -1,8 +1,8 @@
 """Tree attention whose bits depend on a row's keys alone, in Triton: for `--batch-invariant`.
 
-Each row of each kv head is a tile of its own. Its keys are taken by absolute index in blocks of BLOCK_S, in stretches of
-_STRETCH keys, and the stretches are combined one after another: neither B, N, the launch's bound on the context nor
-a key's place (page or tree node) changes any sum's order.
+Each row of each kv head is a tile of its own. Its keys are taken by absolute index in blocks of BLOCK_S, in
+stretches of _STRETCH keys, and the stretches are combined one after another: neither B, N, the launch's
+bound on the context nor a key's place (page or tree node) changes any sum's order.
 """
 
 import torch

@@ -51,7 +51,7 @@ def prefill_attention_kernel(
     peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    # Blocks of keys begin at multiples of BLOCK_S of the prompt, whatever the chunk: so a row's bits don't depend on it.
+    # Blocks of keys begin at multiples of BLOCK_S, so that a row's bits don't depend on its chunk.
     low = 0
     if WINDOWED:
         low = tl.maximum(start + block * BLOCK_R - window + 1, 0) // BLOCK_S * BLOCK_S

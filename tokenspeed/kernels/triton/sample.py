@@ -1,7 +1,8 @@
-"""Sampling in Triton, one program a row: argmax, exact thresholds for top-k and top-p, Gumbel-max with Philox noise.
+"""Sampling in Triton, one program a row: argmax, exact top-k and top-p thresholds, Gumbel-max with Philox.
 
-Thresholds are searched over the logits' bits: as integers of the right order float32 values have 2^32 keys, so 16
-passes that each quarter the interval find the exact k-th largest value or edge of the nucleus without any sort.
+Thresholds are searched over the logits' bits: as integers of the right order float32 values have 2^32 keys,
+so 16 passes that each quarter the interval find the exact k-th largest value or the nucleus' edge without a
+sort.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Attention of tree nodes over pages and a masked tail, in Triton: decode, drafting and verification.
 
-Flash-decoding (Dao et al. 2023): the rows of all nodes and of all q heads of one kv head make one tile, so K/V is read
-once for a whole tree; the keys are split among programs and a second kernel combines their partial softmaxes.
+Flash-decoding (Dao et al. 2023): the rows of all nodes and of all q heads of one kv head make one tile, so
+K/V is read once for a whole tree; the keys are split among programs and a second kernel combines their
+partial softmaxes.
 """
 
 import torch
@@ -146,7 +147,7 @@ def combine_kernel(
 
 
 def num_splits(programs: int, longest: int, device: torch.device) -> int:
-    """How many programs share the keys of one tile: two waves of the GPU, but no split of fewer than _MIN_KEYS."""
+    """Programs that share the keys of one tile: two waves of the GPU, of _MIN_KEYS keys or more each."""
     wanted = triton.cdiv(2 * num_processors(device), programs)
     return max(1, min(wanted, triton.cdiv(longest, _MIN_KEYS), _MAX_SPLITS))
 
