@@ -6,8 +6,8 @@ rows: here for SmolLM2's four matrices x 30 layers, one thread of a Xeon with AM
     rows              1     2     4     8    16    32
     float32 rows     46    47    78   105    91   109      F.linear, weight stored [out, in]
     float32 columns  40    49    62    83    94    91      F.linear, stored [in, out], seen transposed
-    bfloat16 x W^T   38    39    35    42    49    63      F.linear
-    bfloat16 W x^T   34    29    27    29    45    72      torch.mm(W, x^T)^T, copied to rows
+
+bfloat16 takes F.linear: W x^T is faster, but not once its result has been copied back to rows.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,7 @@ def choose_matmul(place: Placement) -> Matmul:
     """(x [T, in], weight [out, in], bias [out] | None) -> [T, out] contiguous, for layers built here."""
     if place.batch_invariant:
         return kernels.linear_invariant
-    if place.device.type == "cpu" and place.dtype == torch.bfloat16:
-        return _weight_first
     return F.linear
-
-
-def _weight_first(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.shape[0] > 24:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(weight, x.t()).t().contiguous()
-    return torch.addmm(bias[:, None], weight, x.t()).t().contiguous()
 
 
 class ColumnParallel:
