@@ -24,7 +24,9 @@ MARGIN = 0.05
 BATCH = 16
 
 
-def answers(llm: LLM, conversations: list, params: SamplingParams, batch: int) -> list[tuple[list[int], list[int]]]:
+def answers(
+    llm: LLM, conversations: list, params: SamplingParams, batch: int
+) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, answer ids) of each conversation, `batch` at a time."""
     out = []
     for start in range(0, len(conversations), batch):

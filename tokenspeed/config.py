@@ -61,9 +61,9 @@ class Config:
         None, "context limit in tokens (default: the model's)", "model", "--context-length", bounds=(1, None)
     )
     device: str = option("auto", "where the model runs", "model", choices=("auto", "cpu", "cuda"))
-    seed: int = option(
-        0,
-        "seed of requests that name none is drawn from the system; this one seeds tests",
+    seed: int | None = option(
+        None,
+        "seeds the requests that name no seed, in their order of arrival (default: random)",
         "model",
         "--random-seed",
         bounds=(-(2**63), 2**63 - 1),

@@ -1,4 +1,4 @@
-"""The three kinds of failure: a user's start-up mistake, a user's request mistake, an engine that is gone."""
+"""The kinds of failure: a user's start-up mistake, a user's request mistake, an engine that is gone."""
 
 
 class ConfigError(Exception):

@@ -21,7 +21,8 @@ from tokenspeed.ipc.messages import Dead, Drain, Progress, Ready, ToLauncher, To
 from tokenspeed.ipc.process import start_child
 from tokenspeed.models.config import load_model_config
 from tokenspeed.progress import Bars
-from tokenspeed.spec.plan import DEFAULT_SHAPE, speculation
+from tokenspeed.spec.eagle4.config import check_draft
+from tokenspeed.spec.plan import speculation
 
 LOAD_TIMEOUT = 3600.0  # seconds for weights to load and graphs to be captured
 DEATH_GRACE = 2.0  # seconds the server gets to end open streams when a process has died
@@ -40,13 +41,6 @@ def resolve(config: Config, progress: Callable[[str, int, int], None]) -> Resolv
         if getattr(config, name) != 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(config, name)} is not supported yet; leave it at 1")
-    for name, low, high in (("gpu_memory_utilization", 0.05, 1.0), ("shutdown_timeout", 0.0, 86400.0)):
-        if not low <= getattr(config, name) <= high:
-            raise ConfigError(f"--{name.replace('_', '-')} must be from {low} to {high}")
-    for name in ("max_model_len", "kv_cache_tokens", "max_num_seqs", "max_num_batched_tokens", "rounds_in_flight"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     method, draft, shape = speculation(config)
     model_dir = resolve_model(config.model, config.revision, progress)
     model = load_model_config(model_dir)
@@ -67,11 +61,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None]) -> Resolv
     )
     if method == "none":
         return resolved
-    from tokenspeed.spec.eagle4.config import check_draft
-
     draft_dir = resolve_draft(draft, config.model, model_dir, method)
-    shape = shape or DEFAULT_SHAPE
-    check_draft(draft_dir, method, model, model_dir)
+    check_draft(draft_dir, method, model, model_dir, shape.steps)
     return replace(resolved, draft_dir=str(draft_dir), shapes=(shape,))
 
 
@@ -84,12 +75,14 @@ def listen(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
         sock.listen(2048)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"can't listen on {host}:{port} ({error}); choose another with --port or --host") from None
+        raise ConfigError(
+            f"can't listen on {host}:{port} ({error}); choose another with --port or --host"
+        ) from None
     return sock
 
 
 class Ring:
-    """The processes of one engine. `with Ring(resolved) as ring: ring.start(...)`; leaving stops everything."""
+    """The processes of one engine. `with Ring(...) as ring: ring.start(...)`; leaving stops everything."""
 
     def __init__(self, resolved: Resolved, bars: Bars, interrupted: Callable[[], bool] = lambda: False):
         self.run_dir = tempfile.mkdtemp(prefix="tokenspeed-")  # 0700
@@ -111,7 +104,8 @@ class Ring:
         """Starts every process and returns when all are ready, the server (if any) after a real generation.
 
         Raises:
-            ConfigError: a child reported a mistake of the user's. EngineDead: a child broke. TimeoutError. KeyboardInterrupt: `interrupted`.
+            ConfigError: a child reported a mistake of the user's. EngineDead: a child broke. TimeoutError.
+            KeyboardInterrupt: `interrupted` says so.
         """
         if listener is not None:
             self._start("server", listener.fileno())
@@ -184,7 +178,9 @@ class Ring:
             if dead is not None:
                 raise EngineDead(f"{dead.who} did not start: {dead.error}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{', '.join(sorted(names - self._ready))} did not start in {LOAD_TIMEOUT:.0f} s")
+                raise TimeoutError(
+                    f"{', '.join(sorted(names - self._ready))} did not start in {LOAD_TIMEOUT:.0f} s"
+                )
 
 
 class _Interrupts:
@@ -200,7 +196,8 @@ class _Interrupts:
 
 
 def serve(config: Config) -> int:
-    """Runs the server until it is told to stop. Returns the exit code: 0 drained, 1 a process died, 130 interrupted."""
+    """Runs the server until it is told to stop. Returns the exit code: 0 drained, 1 a process died, 130 twice
+    interrupted."""
     bars = Bars(sys.stderr)
     listener = listen(config.host, config.port)
     host, port = listener.getsockname()[:2]
@@ -224,7 +221,10 @@ def _watch(ring: Ring, interrupts: _Interrupts, drain_seconds: float) -> int:
         if dead is not None and dead.who == "server" and drained_by is not None:
             return 0 if ring.children["server"].wait() == 0 else 1
         if dead is not None:
-            print(f"tokenspeed: error: the {dead.who} process has died ({dead.error}); stopping", file=sys.stderr)
+            print(
+                f"tokenspeed: error: the {dead.who} process has died ({dead.error}); stopping",
+                file=sys.stderr,
+            )
             if dead.who != "server":
                 _let_server_end(ring, dead)
             return 1

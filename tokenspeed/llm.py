@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import random
 import sys
 import threading
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ class CompletionOutput:
     logprobs: list[TokenText] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)  # acceptance: num_rounds, num_drafted, num_accepted, ...
+    metrics: dict[str, Any] = field(
+        default_factory=dict
+    )  # acceptance: num_rounds, num_drafted, num_accepted, ...
 
 
 @dataclass
@@ -52,14 +55,17 @@ class LLM:
 
     Args:
         model: directory, GGUF file, hub name, or "demo".
-        speculative_config: vLLM's dictionary (method, model, num_speculative_tokens, draft_tensor_parallel_size).
+        speculative_config: vLLM's dictionary: method, model, num_speculative_tokens,
+            draft_tensor_parallel_size.
         options: any field of `tokenspeed.config.Config`, by name.
 
     Raises:
         ConfigError: something the user can mend. EngineDead: a process broke.
     """
 
-    def __init__(self, model: str = "demo", *, speculative_config: dict[str, Any] | str | None = None, **options: Any):
+    def __init__(
+        self, model: str = "demo", *, speculative_config: dict[str, Any] | str | None = None, **options: Any
+    ):
         if isinstance(speculative_config, dict):
             speculative_config = json.dumps(speculative_config)
         config = Config.from_kwargs(model=model, speculative_config=speculative_config, **options)
@@ -75,6 +81,7 @@ class LLM:
         bars.close()
         self.info = dict(self._ring.info)
         self.vocab_size = resolved.model.vocab_size
+        self._seeds = None if config.seed is None else random.Random(config.seed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="tokenspeed-client")
         self._thread.start()
@@ -109,7 +116,9 @@ class LLM:
         """Answers conversations: a list of messages, or a list of such lists. See `generate`."""
         if messages and isinstance(messages[0], dict):
             messages = [messages]
-        return self._run([{"messages": json.dumps(list(m)).encode()} for m in messages], sampling_params, use_tqdm)
+        return self._run(
+            [{"messages": json.dumps(list(m)).encode()} for m in messages], sampling_params, use_tqdm
+        )
 
     def shutdown(self) -> None:
         """Stops the processes. Safe to call twice."""
@@ -152,7 +161,9 @@ class LLM:
                 raise EngineDead(f"the {dead.who} process has died: {dead.error}")
 
     def _run(self, prompts: list[dict], params: Any, use_tqdm: bool) -> list[RequestOutput]:
-        every = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
+        every = (
+            list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
+        )
         if len(every) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling_params", "sampling_params")
         for p, prompt in zip(every, prompts, strict=True):
@@ -165,7 +176,9 @@ class LLM:
         with self._lock:
             return self._wait(self._generate(prompts, every, use_tqdm))
 
-    async def _generate(self, prompts: list[dict], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    async def _generate(
+        self, prompts: list[dict], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
         gate = asyncio.Semaphore(_OPEN_AT_ONCE)
         bars = Bars(sys.stderr) if use_tqdm else None
         done = 0
@@ -192,7 +205,7 @@ class LLM:
         out = RequestOutput(str(number), prompt.get("text"))
         generation = Generation(self._client)
         try:
-            rids = [generation.add(params.resolved(i), **prompt) for i in range(params.n)]
+            rids = [generation.add(params.resolved(i, self._seeds), **prompt) for i in range(params.n)]
             choices = {rid: CompletionOutput(i) for i, rid in enumerate(rids)}
             async for piece in generation:
                 _take(out, choices[piece.rid], piece)
@@ -213,7 +226,9 @@ def _prompt(prompt: Any) -> dict:
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     if isinstance(ids, (list, tuple)) and ids and all(isinstance(t, int) for t in ids):
         return {"token_ids": list(ids)}
-    raise RequestError("a prompt must be a text, a list of token ids, or a dict with prompt or prompt_token_ids", "prompt")
+    raise RequestError(
+        "a prompt must be a text, a list of token ids, or a dict with prompt or prompt_token_ids", "prompt"
+    )
 
 
 def _take(out: RequestOutput, choice: CompletionOutput, piece: Text) -> None:
@@ -249,7 +264,14 @@ def _metrics(finished: Finished) -> dict[str, Any]:
 def _summed(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if len(parts) == 1:
         return dict(parts[0])
-    names = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_rounds", "num_drafted", "num_accepted")
+    names = (
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "num_cached_tokens",
+        "num_rounds",
+        "num_drafted",
+        "num_accepted",
+    )
     total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in names}
     total["accept_length"] = 1 + total["num_accepted"] / total["num_rounds"] if total["num_rounds"] else None
     depths = [part["accepted_per_depth"] for part in parts]

@@ -1,6 +1,6 @@
 """`SamplingParams`: what a request may ask of sampling, and the one validator of its values."""
 
-import secrets
+import random
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
+_SYSTEM = random.SystemRandom()
 INT32_MAX = 2**31 - 1  # counts and top_k live in int32 arrays
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 
@@ -19,10 +20,10 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one request. Names and meanings are OpenAI's and vLLM's.
 
-    Logits are changed in this order: repetition, frequency and presence penalties, logit_bias, min_tokens mask,
-    temperature, top_k, top_p (over what top_k kept, renormalised), min_p. A temperature under 1e-5 is greedy.
-    `seed` keys a counter-based generator together with the absolute position of the token, so equal seeds draw
-    equal numbers with speculation on and off and whatever else is in the batch.
+    Logits are changed in this order: repetition, frequency and presence penalties, logit_bias, min_tokens
+    mask, temperature, top_k, top_p (over what top_k kept, renormalised), min_p. A temperature under 1e-5 is
+    greedy. `seed` keys a counter-based generator together with the absolute position of the token, so equal
+    seeds draw equal numbers with speculation on and off and whatever else is in the batch.
     """
 
     n: int = 1
@@ -53,9 +54,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def penalised(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-    def resolved(self, index: int = 0) -> "SamplingParams":
-        """This, for choice `index` of n: a seed of its own (index 0 keeps the user's), tuples for lists, n = 1."""
-        seed = secrets.randbits(63) if self.seed is None else self.seed
+    def resolved(self, index: int = 0, seeds: random.Random | None = None) -> "SamplingParams":
+        """This, for choice `index` of n: a seed of its own (index 0 keeps the user's), tuples for lists, n = 1.
+
+        seeds: where seeds come from when the user named none (None: the system).
+        """
+        seed = (seeds or _SYSTEM).getrandbits(63) if self.seed is None else self.seed
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return msgspec.structs.replace(
             self,
@@ -130,7 +134,9 @@ def check_float(name: str, value: Any, low: float, high: float) -> None:
 
 def check_token(name: str, token: Any, vocab_size: int) -> None:
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-        raise RequestError(f"{name}: token id {token!r} is not in the vocabulary (0 to {vocab_size - 1})", name)
+        raise RequestError(
+            f"{name}: token id {token!r} is not in the vocabulary (0 to {vocab_size - 1})", name
+        )
 
 
 def _range(low: float, high: float | None) -> str:

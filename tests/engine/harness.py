@@ -1,5 +1,6 @@
 """The engine in one process: scheduler and runner joined by a function call, for tests that need no sockets."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from tokenspeed.config import Config
@@ -8,6 +9,7 @@ from tokenspeed.launch import resolve
 from tokenspeed.params import SamplingParams
 from tokenspeed.scheduler.scheduler import Scheduler, SchedulerLimits
 from tokenspeed.spec.plan import StaticPlan
+from tokenspeed.worker.runner import Launched
 from tokenspeed.worker.setup import build
 
 
@@ -39,31 +41,42 @@ class InProcessEngine:
         )
         shapes = self.resolved.shapes
         self.scheduler = Scheduler(limits, StaticPlan(shapes[0] if shapes else None))
+        self.answers: dict[int, Answer] = {}  # by request number
+        self._under_way: deque[Launched] = deque()
         self._next_rid = 0
 
     def generate(self, prompts, params) -> list[Answer]:
         """prompts: lists of token ids. params: one for all, or one each. All are queued at once."""
         every = params if isinstance(params, list) else [params] * len(prompts)
-        answers: dict[int, Answer] = {}
-        for ids, one in zip(prompts, every, strict=True):
-            self._next_rid += 1
-            answers[self._next_rid] = Answer()
-            self._take(answers, self.scheduler.add(Generate(self._next_rid, pack(ids), one.resolved())))
-        self.drain(answers)
-        return list(answers.values())
+        rids = [self.submit(ids, one) for ids, one in zip(prompts, every, strict=True)]
+        self.drain()
+        return [self.answers.pop(rid) for rid in rids]
 
-    def drain(self, answers: dict[int, Answer]) -> None:
-        under_way = []
+    def submit(self, ids: list[int], params: SamplingParams) -> int:
+        """Queues a request; returns its number, under which `answers` fills."""
+        self._next_rid += 1
+        self.answers[self._next_rid] = Answer()
+        self._take(self.scheduler.add(Generate(self._next_rid, pack(ids), params.resolved())))
+        return self._next_rid
+
+    def abort(self, rid: int) -> None:
+        self._take(self.scheduler.abort(rid))
+
+    def advance(self) -> None:
+        """Sends what may be sent, up to rounds_in_flight steps, then takes the answer to the oldest."""
+        while (step := self.scheduler.schedule()) is not None:
+            self._under_way.append(self.runner.launch(step))
+        if self._under_way:
+            self._take(self.scheduler.update(self.runner.result(self._under_way.popleft())))
+        self.scheduler.check()
+
+    def drain(self) -> None:
         while not self.scheduler.is_idle:
-            while (step := self.scheduler.schedule()) is not None:
-                under_way.append(self.runner.launch(step))
-            self._take(answers, self.scheduler.update(self.runner.result(under_way.pop(0))))
-            self.scheduler.check()
+            self.advance()
 
-    @staticmethod
-    def _take(answers: dict[int, Answer], outputs: list[Output]) -> None:
+    def _take(self, outputs: list[Output]) -> None:
         for out in outputs:
-            answer = answers[out.rid]
+            answer = self.answers[out.rid]
             assert answer.finished is None, "an answer after the last"
             answer.token_ids += unpack(out.token_ids)
             answer.logprobs += out.logprobs

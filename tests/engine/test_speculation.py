@@ -1,4 +1,4 @@
-"""Speculation must not change a token: every method, shape and batch against plain decoding, and that against transformers."""
+"""Speculation changes no token: every method, shape and batch against plain decoding, and that against transformers."""
 
 import pytest
 import torch

@@ -101,7 +101,10 @@ class Stream(threading.Thread):
 
     def __init__(self, server: Running, **body):
         super().__init__(daemon=True)
-        self.url, self.body = server.url, {"prompt": "the quick brown", "stream": True, "temperature": 0, **body}
+        self.url, self.body = (
+            server.url,
+            {"prompt": "the quick brown", "stream": True, "temperature": 0, **body},
+        )
         self.events: list[str] = []
         self.status = 0
         self.broken: Exception | None = None

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -118,7 +119,7 @@ def test_nothing_listens_but_the_http_port(model):
                     inodes.add(target[8:-1])
         listening = set()
         for table in ("tcp", "tcp6"):
-            for line in open(f"/proc/net/{table}").readlines()[1:]:
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
                 parts = line.split()
                 if parts[3] == "0A" and parts[9] in inodes:
                     listening.add(int(parts[1].split(":")[1], 16))

@@ -186,7 +186,7 @@ def test_max_tokens_is_exact(max_tokens, shape):
 @pytest.mark.parametrize("length", [58, 59, 60, 61, 62, 63])
 @pytest.mark.parametrize("shape", [None, TREE])
 def test_context_limit(length, shape):
-    """The pool holds the context limit exactly (and the nodes of a tree past it), so a page too many would be missed."""
+    """The pool holds the context limit exactly, and a tree's nodes past it: a page too many would be missed."""
     ring = Ring(scheduler_with(shape, max_model_len=64, num_pages=19 if shape else 17))
     ring.add(generate(1, prompt_of(length), max_tokens=64 - length, ignore_eos=True))
     ring.run()

@@ -27,9 +27,11 @@ PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """What a child knows of its start: its name, the resolved configuration, the facts earlier children reported."""
+    """What a child knows of its start: its name, the configuration, the facts that earlier children reported."""
 
-    def __init__(self, who: str, resolved: Resolved, info: dict[str, int | float | str], listen_fd: int | None):
+    def __init__(
+        self, who: str, resolved: Resolved, info: dict[str, int | float | str], listen_fd: int | None
+    ):
         self.who, self.resolved, self.info, self.listen_fd = who, resolved, info, listen_fd
         self._launcher = Push(address(resolved.run_dir, "launcher"), ToLauncher)
 

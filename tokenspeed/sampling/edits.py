@@ -30,7 +30,9 @@ class LogitEdits:
     def admit(self, slot: int, tokens: list[int], num_prompt: int, params: SamplingParams) -> None:
         """`tokens`: prompt and, after a preemption, the output so far."""
         self._edits.pop(slot, None)
-        stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        stop_ids = (
+            params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        )
         waits = params.min_tokens > 0 and bool(stop_ids)
         if not (params.penalised or params.logit_bias or waits):
             return
@@ -54,11 +56,14 @@ class LogitEdits:
     def any(self, slots: list[int]) -> bool:
         return any(slot in self._edits for slot in slots)
 
-    def apply(self, logits: Tensor, slots: list[int], tokens: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def apply(
+        self, logits: Tensor, slots: list[int], tokens: Tensor, mask: Tensor, positions: Tensor
+    ) -> Tensor:
         """Edited copy where a request of the batch asks for it.
 
         Args:
-            logits: float32 [B, N, V]. slots: of the B rows. tokens: int64 [B, N] of the nodes; node 0 is counted already.
+            logits: float32 [B, N, V]. slots: of the B rows.
+            tokens: int64 [B, N] of the nodes; node 0 is counted already.
             mask: int64 [B, N], bit j of node i: node j is i or an ancestor of it.
             positions: int64 [B, N] absolute position of the token that each node's logits are for.
         """
@@ -80,7 +85,7 @@ class LogitEdits:
 
 
 def _edit(edit: _Edit, logits: Tensor, tokens: Tensor, mask: Tensor, positions: Tensor) -> None:
-    """In place on [N, V]. Repetition penalty as in CTRL (arXiv:1909.05858); frequency and presence as OpenAI's API."""
+    """In place on [N, V]. Repetition penalty as in CTRL (arXiv:1909.05858), the others as in OpenAI's API."""
     params = edit.params
     if edit.counts is not None:
         counts = edit.counts.expand_as(logits)
@@ -90,7 +95,9 @@ def _edit(edit: _Edit, logits: Tensor, tokens: Tensor, mask: Tensor, positions: 
             counts = counts.clone().scatter_add_(1, tokens[1:].expand(len(tokens), -1), on_path)
         if params.repetition_penalty != 1.0:
             seen = edit.prompt_seen | (counts > 0)
-            scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            scaled = torch.where(
+                logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+            )
             logits.copy_(torch.where(seen, scaled, logits))
         logits.sub_(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
     if edit.bias is not None:

@@ -58,9 +58,10 @@ class ChunkBudget:
 def tokens_to_cover(upper: int, shape: Shape | None, limit: int, max_model_len: int) -> int:
     """Tokens that the pages of a row must hold before a round (or the end of a prefill).
 
-    The last token, at index upper - 1 at most, gets its K/V in this round, and the one that follows it its draft row.
-    Without a tree nothing is written for tokens that `limit` rules out. The nodes of a tree lie at indices
-    upper - 1 and on, whatever their depth: a node that is kept may stand past the limit, so its page must be there.
+    The last token, at index upper - 1 at most, gets its K/V in this round, and the one that follows it its
+    draft row. Without a tree nothing is written for tokens that `limit` rules out. The nodes of a tree lie at
+    indices upper - 1 and on, whatever their depth: one that is kept may stand past the limit, so its page must
+    be there.
 
     Args:
         upper: the most tokens that the request may have by then. limit: the most it may ever have.

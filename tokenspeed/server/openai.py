@@ -1,5 +1,6 @@
 """The OpenAI-compatible endpoints, /tokenize and /detokenize: a body in, an answer of the engine out."""
 
+import random
 import time
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ class Api:
         self.info: dict[str, int | float | str] = {}  # what the engine reported when it was ready
         self.created = int(time.time())
         self._max_body = resolved.config.max_body_mib << 20
+        self._seeds = None if (seed := resolved.config.seed) is None else random.Random(seed)
 
     # ---- generation
 
@@ -71,7 +73,7 @@ class Api:
         generation = Generation(self.client)
         for prompt in prompts:
             for j in range(params.n):
-                generation.add(params.resolved(j), max_tokens_field=body.max_tokens_field, **prompt)
+                generation.add(params.resolved(j, self._seeds), max_tokens_field=body.max_tokens_field, **prompt)
         if not body.stream:
             return await whole_response(request, generation, reply)
         events = Events(reply, body.include_usage, body.continuous_usage)

@@ -10,7 +10,7 @@ from tokenspeed.config import Shape
 
 @dataclass
 class DraftTree:
-    """B trees of N nodes. Node 0 is the root, the last token of the request; a parent comes before its children."""
+    """B trees of N nodes. Node 0 is the root, the request's last token; parents come before children."""
 
     tokens: Tensor  # int64 [B, N]
     parents: Tensor  # int64 [B, N]; the root's is 0
@@ -30,9 +30,11 @@ class Frontier:
 
 
 class Drafter(Protocol):
-    """A draft model with its K/V layer. Rows are as in EAGLE4.md: slot t holds the row of (a_{t-1}, x_t)."""
+    """A draft model with its K/V layer. The slot of index t holds the row of (a_{t-1}, x_t)."""
 
-    aux_layers: tuple[int, ...]  # target layers whose outputs make up aux; num_layers means the final norm's output
+    aux_layers: tuple[
+        int, ...
+    ]  # target layers whose outputs make up aux; num_layers means the final norm's output
     aux_size: int  # A
 
     def append(self, tokens: Tensor, aux: Tensor, indices: Tensor, slots: Tensor) -> None:

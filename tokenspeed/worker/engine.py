@@ -1,7 +1,8 @@
-"""What a forward pass needs, and the two passes: a prefill of chunks, and one decode round. Device tensors only.
+"""The two passes: a prefill of chunks, and one decode round. Device tensors only.
 
-A round (EAGLE4.md): the drafter proposes a tree from (x_t, a_{t-1}), the target runs all nodes, every node is sampled,
-the path that agrees with the samples is kept: its K/V move to the front, the draft's K/V of its tokens are appended.
+A round (docs/architecture.md): the drafter proposes a tree from (x_t, a_{t-1}), the target runs all nodes, every
+node is sampled, and the path that agrees with the samples is kept: its K/V move to the front, the draft's K/V of
+its tokens are appended.
 """
 
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ class Engine:
 
     # ---- decode
 
-    def round(self, slots: Tensor, host_slots: list[int], shape: Shape | None, max_len: int | None) -> RoundResult:
+    def round(
+        self, slots: Tensor, host_slots: list[int], shape: Shape | None, max_len: int | None
+    ) -> RoundResult:
         """One decode round.
 
         Args:
@@ -120,7 +123,9 @@ class Engine:
             self.edits.count(host_slots, kept.tokens, kept.count)
         return RoundResult(kept.tokens, kept.count, failed, logits, kept.path)
 
-    def _append_kept(self, slots: Tensor, table: Tensor, last_index: Tensor, kept, valid: Tensor, aux: Tensor) -> None:
+    def _append_kept(
+        self, slots: Tensor, table: Tensor, last_index: Tensor, kept, valid: Tensor, aux: Tensor
+    ) -> None:
         """Draft K/V of the emitted tokens; aux states of the last one and of pages that the kept path fills."""
         width = valid.shape[1]
         steps = torch.arange(width, device=slots.device)
@@ -160,7 +165,11 @@ class Engine:
         if self.drafter is not None:
             self._append_prompt(tokens, rows, slots, aux, last_rows)
         end_rows, end_slots = last_rows[ends], slots[ends]
-        logits = self.model.logits(hidden[end_rows]) if len(host_slots) else hidden.new_zeros(0, 1, dtype=torch.float32)
+        logits = (
+            self.model.logits(hidden[end_rows])
+            if len(host_slots)
+            else hidden.new_zeros(0, 1, dtype=torch.float32)
+        )
         if not host_slots:
             return PrefillResult(ends, ends.bool(), logits, hidden)
         positions = rows.positions[end_rows] + 1
@@ -175,7 +184,9 @@ class Engine:
         self.edits.count(host_slots, sampled[:, None], torch.ones_like(sampled))
         return PrefillResult(sampled, failed[:, 0], logits, hidden)
 
-    def _append_prompt(self, tokens: Tensor, rows: PrefillRows, slots: Tensor, aux: Tensor, last_rows: Tensor) -> None:
+    def _append_prompt(
+        self, tokens: Tensor, rows: PrefillRows, slots: Tensor, aux: Tensor, last_rows: Tensor
+    ) -> None:
         """Draft K/V of the chunks' tokens: the row of x_i takes a_{i-1}, at a chunk's start from the slot's state."""
         state = self.state
         before = torch.roll(aux, 1, 0)

@@ -1,4 +1,4 @@
-"""Decode rounds captured in CUDA graphs: one per (batch bucket, tree shape), replayed with the slots of a step."""
+"""Decode rounds captured in CUDA graphs, one for each batch bucket and tree shape, replayed by slots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

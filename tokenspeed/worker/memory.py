@@ -25,7 +25,9 @@ class MemoryPlan:
     def num_tokens(self) -> int:
         return (self.num_pages - 1) * self.page_size
 
-    def fill(self, wanted_tokens: int | None, max_model_len: int, cap_bytes: int | None = None) -> "MemoryPlan":
+    def fill(
+        self, wanted_tokens: int | None, max_model_len: int, cap_bytes: int | None = None
+    ) -> "MemoryPlan":
         """Settles num_pages.
 
         Raises:

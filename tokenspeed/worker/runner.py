@@ -1,4 +1,4 @@
-"""Runs steps: applies what the scheduler decided to the device, launches the passes, brings results to the host."""
+"""Runs steps: applies what the scheduler decided, launches the passes, brings results to the host."""
 
 import time
 from dataclasses import dataclass, field
@@ -151,7 +151,9 @@ class Runner:
         )
         ends = [i for i, (s, a, n) in enumerate(spans) if a + n == len(self._slots[s].input_ids)]
         end_slots = [slots[i] for i in ends]
-        result = self.engine.prefill(tokens, rows, device_slots, torch.tensor(ends, device=self.device).long(), end_slots)
+        result = self.engine.prefill(
+            tokens, rows, device_slots, torch.tensor(ends, device=self.device).long(), end_slots
+        )
         for slot in end_slots:
             self._slots[slot].max_len += 1
         out.num_prefill, out.ends = len(slots), ends

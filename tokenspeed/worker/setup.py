@@ -94,17 +94,31 @@ def build(resolved: Resolved, progress: Progress) -> Built:
     if captured:
         plan.parts["graphs"] = GRAPH_BYTES
     if not on_cpu:  # what the runtime itself has taken
-        plan.parts["other"] = max(before - _free(device) - plan.parts["target"] - plan.parts.get("draft", 0), 0)
+        plan.parts["other"] = max(
+            before - _free(device) - plan.parts["target"] - plan.parts.get("draft", 0), 0
+        )
     cap = min(CPU_KV_BYTES, int(CPU_KV_SHARE * total)) if on_cpu else None
     plan.fill(config.kv_cache_tokens, resolved.max_model_len, cap)
 
     pool = KvPool(
-        target.num_layers, plan.num_pages, config.page_size, target.num_kv_heads, target.head_dim, dtype, device
+        target.num_layers,
+        plan.num_pages,
+        config.page_size,
+        target.num_kv_heads,
+        target.head_dim,
+        dtype,
+        device,
     )
     if drafter is not None:
         drafter.bind(
             KvPool(
-                1, plan.num_pages, config.page_size, draft_config.num_kv_heads, draft_config.head_dim, dtype, device
+                1,
+                plan.num_pages,
+                config.page_size,
+                draft_config.num_kv_heads,
+                draft_config.head_dim,
+                dtype,
+                device,
             )
         )
     state = SlotState(max_num_seqs, resolved.max_model_len, config.page_size, aux_size, dtype, device)
@@ -141,7 +155,9 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU; install a CUDA or ROCm build of torch, or use --device cpu")
+        raise ConfigError(
+            "--device cuda: torch sees no GPU; install a CUDA or ROCm build of torch, or use --device cpu"
+        )
     return torch.device(name)
 
 
@@ -170,7 +186,7 @@ def _time_linear(dtype: torch.dtype, resolved: Resolved) -> float:
 
 def _graphs(engine: Engine, resolved: Resolved, max_num_seqs: int, progress: Progress) -> GraphSet:
     wanted = resolved.config.cudagraph_capture_sizes or BUCKETS
-    buckets = tuple(b for b in wanted if b < max_num_seqs) + (max_num_seqs,)
+    buckets = (*(b for b in wanted if b < max_num_seqs), max_num_seqs)
     graphs = GraphSet(engine, buckets, (*resolved.shapes, None))
     started = time.perf_counter()
     before = torch.cuda.memory_reserved()

@@ -1,0 +1,94 @@
+"""The engine on a GPU: captured graphs against eager, speculation against plain decoding, batch invariance."""
+
+import pytest
+import torch
+from harness import InProcessEngine, greedy
+
+from tokenspeed.params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+TEXTS = (
+    "Write a short story about a lighthouse keeper who finds a map.",
+    "Explain what a hash table is and when to use one.",
+    "def fibonacci(n):",
+    "What is 17 times 23? Show the steps.",
+    "List five uses of a paper clip.",
+    "Translate 'good morning' into French, Spanish and German.",
+    "Why is the sky blue?",
+    "Summarise the water cycle in three sentences.",
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_dir):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(demo_dir / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def make(demo_dir, demo_draft_dir):
+    def engine(spec: str | None = None, **options) -> InProcessEngine:
+        draft = {"spec": "eagle4", "draft": str(demo_draft_dir), "spec_shape": spec} if spec else {}
+        sizes = {"device": "cuda", "kv_cache_tokens": 65536, "max_num_seqs": 64}
+        return InProcessEngine(demo_dir, **{**sizes, **draft, **options})
+
+    yield engine
+    torch.cuda.empty_cache()
+
+
+def sampled(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=1.0, seed=i, max_tokens=48) for i in range(count)]
+
+
+@pytest.mark.parametrize("spec", [None, "8/4/16", "5/1/6"])
+def test_graph_equals_eager(make, prompts, spec):
+    """Buckets pad a batch of 3 to 4 and of 5 to 8; the replay after a larger batch sees no stale rows."""
+    eager, graph = make(spec, dtype="float32", enforce_eager=True), make(spec, dtype="float32")
+    for count in (8, 3, 5, 1):
+        assert tokens(graph, prompts[:count], greedy(48)) == tokens(eager, prompts[:count], greedy(48))
+        assert tokens(graph, prompts[:count], sampled(count)) == tokens(
+            eager, prompts[:count], sampled(count)
+        )
+
+
+def test_speculation_changes_nothing_in_float32(make, prompts):
+    plain, spec = make(dtype="float32"), make("8/4/16", dtype="float32")
+    for count in (1, 8):
+        assert tokens(spec, prompts[:count], greedy(64)) == tokens(plain, prompts[:count], greedy(64))
+        assert tokens(spec, prompts[:count], sampled(count)) == tokens(plain, prompts[:count], sampled(count))
+
+
+def test_a_step_ahead_changes_nothing(make, prompts):
+    one = make("8/4/16", dtype="float32", rounds_in_flight=1)
+    two = make("8/4/16", dtype="float32", rounds_in_flight=2)
+    assert tokens(two, prompts, greedy(64)) == tokens(one, prompts, greedy(64))
+
+
+def test_batch_invariant_bits(make, prompts):
+    """bfloat16, where batches and trees round differently unless told not to."""
+    plain = make(dtype="bfloat16", batch_invariant=True, enable_prefix_caching=False)
+    expected = [tokens(plain, [p], greedy(64))[0] for p in prompts]
+    drawn = [tokens(plain, [p], [q])[0] for p, q in zip(prompts, sampled(8), strict=True)]
+    assert tokens(plain, prompts * 8, greedy(64)) == expected * 8
+    for shape in ("8/4/16", "3/2/6"):
+        spec = make(shape, dtype="bfloat16", batch_invariant=True, enable_prefix_caching=False)
+        assert tokens(spec, prompts, greedy(64)) == expected
+        assert tokens(spec, prompts[:1], greedy(64)) == expected[:1]
+        assert tokens(spec, prompts * 8, greedy(64)) == expected * 8
+        assert tokens(spec, prompts, sampled(8)) == drawn
+
+
+def test_edits_and_logprobs_take_the_eager_way(make, prompts):
+    plain, spec = make(dtype="float32"), make("8/4/16", dtype="float32")
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.0, logprobs=3, max_tokens=32)
+    a, b = (engine.generate(prompts[:4], params) for engine in (plain, spec))
+    assert [x.token_ids for x in a] == [x.token_ids for x in b]
+    for x, y in zip(a, b, strict=True):
+        assert len(x.logprobs) == len(y.logprobs) == len(x.token_ids)
+        assert all(abs(p.logprob - q.logprob) < 1e-3 for p, q in zip(x.logprobs, y.logprobs, strict=True))
+
+
+def tokens(engine: InProcessEngine, prompts, params) -> list[list[int]]:
+    return [answer.token_ids for answer in engine.generate(prompts, params)]
