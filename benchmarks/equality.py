@@ -15,9 +15,9 @@ import json
 import sys
 from pathlib import Path
 
-from record import record
-
 from tokenspeed import LLM, SamplingParams
+from tokenspeed.bench.report import document, write_json
+from tokenspeed.errors import ConfigError
 
 MAX_GAP = 0.5
 MARGIN = 0.05
@@ -73,7 +73,12 @@ def main() -> int:
     rows = [json.loads(line)["messages"] for line in args.prompts.read_text().splitlines()][: args.num]
     greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=args.max_tokens)
-    common = {"model": args.model, "batch_invariant": args.batch_invariant, "enable_prefix_caching": False}
+    common = {
+        "model": args.model,
+        "batch_invariant": args.batch_invariant,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.4,  # two engines share the GPU
+    }
     with LLM(**common) as llm:
         reference = answers(llm, rows, greedy, 1)
         control = compare(reference, answers(llm, rows, greedy, BATCH), llm)
@@ -96,9 +101,12 @@ def main() -> int:
     result["holds"] = holds and result.get("seeded_equal", True)
     print(json.dumps(result, indent=1))
     if args.output:
-        record(args.output, result, info)
+        write_json(args.output, document("equality", [result], model=args.model, engine=info))
     return 0 if result["holds"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"equality: error: {error}")

@@ -187,9 +187,7 @@ class _Plan:
             value = value * math.sqrt(new.head_dim / self.old.head_dim)
         shape = (total * new.head_dim, chunks * new.hidden)
         out = self._place(value, shape, rows, self._chunked(chunks))
-        if (
-            kind == "q_proj"
-        ):  # a used head scores with its own dimensions only, whatever k holds in the others
+        if kind == "q_proj":  # a used head scores with its own dimensions only, whatever k holds in others
             used = torch.zeros(total, new.head_dim, dtype=torch.bool, device=self.device)
             used[heads] = True
             used.view(-1)[rows] = False

@@ -18,13 +18,13 @@ MAX_LINES = 400
 # A unit is a package, but for the files named with a dot: they lie in a package that needs torch and need
 # none themselves, so that the launcher and the scheduler can use them.
 SETS = {
-    "leaves": "errors params config log progress models.config",
+    "leaves": "errors params config log progress versions models.config",
     "draft": "spec.eagle4.config spec.eagle4.formats spec.eagle4.checkpoint",
     "control": "leaves ipc metrics cache hub",
     "compute": "kernels distributed layers attention models sampling spec spec.plan draft",
 }
 LAYERS = """
-    errors:
+    errors versions:
     models.config:           errors
     config:                  errors models.config
     params log progress:     errors config

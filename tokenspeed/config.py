@@ -95,6 +95,12 @@ class Config:
     speculative_num_draft_tokens: int | None = option(
         None, "N of --spec-shape (counts the root)", "speculation"
     )
+    draft_head: str = option(
+        "candidate",
+        "the draft's output head: its low-rank candidate head where it has one, or exact scores of every token",
+        "speculation",
+        choices=("candidate", "full"),
+    )
     batch_invariant: bool = option(
         False, "same bits for a request whatever shares its batch (slower)", "speculation"
     )

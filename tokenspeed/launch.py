@@ -132,7 +132,7 @@ class Ring:
             self._note(message)
         for who, process in self.children.items():
             if (code := process.poll()) is not None:
-                return self._reported(who) or Dead(who, f"exit code {code}")
+                return self._reported(who) or Dead(who, _ending(code))
         return None
 
     def close(self) -> None:
@@ -181,6 +181,14 @@ class Ring:
                 raise TimeoutError(
                     f"{', '.join(sorted(names - self._ready))} did not start in {LOAD_TIMEOUT:.0f} s"
                 )
+
+
+def _ending(code: int) -> str:
+    """What an exit code says. The kernel kills with SIGKILL when memory runs out."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (", perhaps because memory ran out" if -code == signal.SIGKILL else "")
 
 
 class _Interrupts:

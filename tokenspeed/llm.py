@@ -92,33 +92,36 @@ class LLM:
         prompts: str | Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        concurrency: int | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts, all at once.
+        """Completes prompts, all at once or `concurrency` at a time.
 
         Args:
             prompts: text, a list of texts, lists of token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
             sampling_params: one for all or one each.
             use_tqdm: show a progress bar.
+            concurrency: requests in the engine at once; when one ends, the next prompt follows (default: as
+                many as the engine takes).
 
         Raises:
             RequestError: a prompt or a parameter that can't be served. EngineDead.
         """
         if isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        return self._run([_prompt(p) for p in prompts], sampling_params, use_tqdm)
+        return self._run([_prompt(p) for p in prompts], sampling_params, use_tqdm, concurrency)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        concurrency: int | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations: a list of messages, or a list of such lists. See `generate`."""
         if messages and isinstance(messages[0], dict):
             messages = [messages]
-        return self._run(
-            [{"messages": json.dumps(list(m)).encode()} for m in messages], sampling_params, use_tqdm
-        )
+        conversations = [{"messages": json.dumps(list(m)).encode()} for m in messages]
+        return self._run(conversations, sampling_params, use_tqdm, concurrency)
 
     def shutdown(self) -> None:
         """Stops the processes. Safe to call twice."""
@@ -142,7 +145,8 @@ class LLM:
     # ---- the loop's side
 
     async def _connect(self) -> EngineClient:
-        client = EngineClient.connect(self._ring.run_dir)
+        ring = self._ring
+        client = EngineClient.connect(ring.run_dir, ring.resolved.config.watchdog_timeout)
         client.start()
         return client
 
@@ -160,7 +164,11 @@ class LLM:
                 future.cancel()
                 raise EngineDead(f"the {dead.who} process has died: {dead.error}")
 
-    def _run(self, prompts: list[dict], params: Any, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[dict], params: Any, use_tqdm: bool, concurrency: int | None
+    ) -> list[RequestOutput]:
+        if concurrency is not None and concurrency < 1:
+            raise RequestError(f"concurrency must be at least 1, not {concurrency}", "concurrency")
         every = (
             list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
         )
@@ -174,12 +182,12 @@ class LLM:
             if prompt_ids is not None and not all(0 <= t < self.vocab_size for t in prompt_ids):
                 raise RequestError("a prompt token id is not in the vocabulary", "prompt")
         with self._lock:
-            return self._wait(self._generate(prompts, every, use_tqdm))
+            return self._wait(self._generate(prompts, every, use_tqdm, concurrency or _OPEN_AT_ONCE))
 
     async def _generate(
-        self, prompts: list[dict], params: list[SamplingParams], use_tqdm: bool
+        self, prompts: list[dict], params: list[SamplingParams], use_tqdm: bool, concurrency: int
     ) -> list[RequestOutput]:
-        gate = asyncio.Semaphore(_OPEN_AT_ONCE)
+        gate = asyncio.Semaphore(concurrency)
         bars = Bars(sys.stderr) if use_tqdm else None
         done = 0
 

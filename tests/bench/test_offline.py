@@ -1,6 +1,7 @@
-"""Waves, interleaving and the account of each answer, with an engine that only counts."""
+"""Closed loops, interleaving and the account of each answer, with an engine that only counts."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import benchmarks.plot
 import benchmarks.throughput
 from benchmarks.throughput import interleaved
-from tokenspeed.bench.offline import measure, wave_sizes
+from tokenspeed.bench.offline import measure
 from tokenspeed.bench.workload import load_prompts
 from tokenspeed.cli import draft, main
 from tokenspeed.errors import ConfigError
@@ -20,13 +21,14 @@ class CountingLLM:
 
     made: list[dict]
     made = []
+    info = {"device": "none", "dtype": "float32"}
 
     def __init__(self, *args, rounds=2, **options):
-        self.rounds, self.waves = rounds, []
+        self.rounds, self.calls = rounds, []
         self.made.append(options)
 
-    def chat(self, conversations, params):
-        self.waves.append(len(conversations))
+    def chat(self, conversations, params, use_tqdm=False, concurrency=None):
+        self.calls.append((len(conversations), concurrency, params.max_tokens))
         metrics = {
             "num_rounds": self.rounds,
             "num_drafted": 30,
@@ -55,16 +57,13 @@ def llm_class(monkeypatch):
     return CountingLLM
 
 
-def test_waves():
-    assert wave_sizes(10, 4) == [4, 4, 2] and wave_sizes(3, 8) == [3] and wave_sizes(4, 4) == [4]
-    llm, seen = CountingLLM(), []
-    row, records = measure(
-        llm, load_prompts("builtin", 10), 4, SamplingParams(), lambda d, t: seen.append((d, t))
-    )
-    assert llm.waves == [4, 4, 2] and seen == [(4, 10), (8, 10), (10, 10)]
+def test_a_closed_loop_and_its_account():
+    llm = CountingLLM()
+    row, records = measure(llm, load_prompts("builtin", 10), 4, SamplingParams(max_tokens=9))
+    assert llm.calls == [(10, 4, 9)]
     assert row["output_tokens"] == 50 and row["prompt_tokens"] == 40 and row["num_requests"] == 10
-    assert row["acceptance"]["accept_length"] == 2.5 and row["acceptance"]["looping_share"] == 0
-    assert len(records) == 10 and records[0].per_depth == (2, 1)
+    assert row["acceptance"]["accept_length"] == 2.5 and row["looping_share"] == 0
+    assert len(records) == 10 and records[0].per_depth == (2, 1) and records[0].prompt_ids == (1,) * 4
 
 
 def test_without_a_draft_there_is_no_acceptance():
@@ -81,6 +80,7 @@ def test_interleaving_takes_turns_and_medians():
     assert len(found["none"]["runs"]) == 3
     assert found["none"]["output_tokens_per_second"] == sorted(found["none"]["runs"])[1]
     assert found["eagle4"]["acceptance"]["accept_length"] == 2.5 and found["none"]["acceptance"] is None
+    assert a.calls == [(2, 2, 16), *[(2, 2, SamplingParams().max_tokens)] * 3] == b.calls  # first a warm-up
 
 
 def test_bench_offline(llm_class, tmp_path, capsys, monkeypatch):
@@ -123,26 +123,43 @@ def test_draft_eval(llm_class, tmp_path, capsys):
         "--max-tokens",
         "5",
     ]
-    assert main([*argv, "--output", str(out)]) == 0
+    assert main([*argv, "--no-offline", "--output", str(out)]) == 0
     assert [(made["spec"], made["draft"], made["spec_shape"]) for made in llm_class.made] == [
         ("eagle4", "d", "8/4/16"), ("eagle4", "d", "3/1/4"),
     ]  # fmt: skip
     assert "shape 3/1/4" in capsys.readouterr().out
-    data = json.loads(out.read_text())
-    assert data["acceptance"]["8/4/16"]["all"]["accept_length"] == 2.5
-    assert len(data["acceptance"]["8/4/16"]["by_category"]) == 6
+    found = json.loads(out.read_text())["acceptance"]["8/4/16"]
+    assert found["decoded"]["all"]["accept_length"] == 2.5 and list(found) == ["decoded"]
+    assert len(found["decoded"]["by_category"]) == 6
+
+
+def test_draft_eval_says_whether_both_counts_agree(llm_class, monkeypatch, capsys):
+    def other(config, decoded, rounds=2):
+        assert config.dtype == "float32"  # what the engine said, though "auto" was asked for
+        return {shape: [replace(r, rounds=rounds, spans=((4, 3),)) for r in records]
+                for shape, records in decoded.items()}  # fmt: skip
+
+    monkeypatch.setattr(draft, "replay_all", other)
+    argv = ["draft", "eval", "m", "--draft", "d", "--num-prompts", "2"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "offline and decoded agree: the same rounds in all 2 answers" in text and "position 0-256" in text
+    monkeypatch.setattr(draft, "replay_all", lambda config, decoded: other(config, decoded, 3))
+    assert main(argv) == 1
+    assert "DISAGREE: other rounds in 2 of 2 answers, accept lengths at most 0.500 apart" in (
+        capsys.readouterr().out
+    )
 
 
 def test_draft_eval_takes_other_spellings(llm_class):
     argv = ["draft", "eval", "m", "-sc", '{"method": "eagle3", "model": "d", "num_speculative_tokens": 2}']
-    assert main([*argv, "--num-prompts", "1"]) == 0
+    assert main([*argv, "--num-prompts", "1", "--no-offline"]) == 0
     (made,) = llm_class.made
     assert (made["spec"], made["draft"], made["spec_shape"]) == ("eagle3", "d", "2/1/3")
     assert made["speculative_config"] is None
 
 
 def test_draft_eval_without_rounds_is_an_error(llm_class, monkeypatch, capsys):
-    monkeypatch.setattr(draft, "measure", None, raising=False)
     monkeypatch.setattr(CountingLLM.__init__, "__kwdefaults__", {"rounds": 0})
     assert main(["draft", "eval", "m", "--draft", "d", "--num-prompts", "1"]) == 2
     assert "no draft rounds" in capsys.readouterr().err
@@ -170,9 +187,11 @@ def test_throughput_program_and_its_plot(llm_class, tmp_path, monkeypatch, capsy
     assert benchmarks.throughput.main() == 0
     data = json.loads((tmp_path / "x.json").read_text())
     assert [(row["spec"], row["concurrency"]) for row in data["results"]] == [
-        ("none", 1), ("none", 2), ("eagle4", 1), ("eagle4", 2),
+        ("none", 1), ("eagle4", 1), ("none", 2), ("eagle4", 2),
     ]  # fmt: skip
     assert data["model"] == "L" and data["command"].startswith("throughput.py m")
+    assert data["engines"]["none"]["dtype"] == "float32" and data["results"][1]["speedup"] > 0
+    assert [made["gpu_memory_utilization"] for made in llm_class.made] == [0.4, 0.4]
     assert "eagle4 against none at 2" in capsys.readouterr().out
     (tmp_path / "bad.json").write_text("{}")
     monkeypatch.setattr("sys.argv", ["plot.py", str(tmp_path / "x.json"), str(tmp_path / "bad.json")])
@@ -189,6 +208,6 @@ def test_plot_refuses_other_files():
 def test_an_api_key_stays_out_of_the_results(llm_class, tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENSPEED_API_KEY", "s3cret")
     out = tmp_path / "r.json"
-    for command in ("bench offline m --concurrency 1", "draft eval m --draft d"):
+    for command in ("bench offline m --concurrency 1", "draft eval m --draft d --no-offline"):
         assert main([*command.split(), "--num-prompts", "1", "--output", str(out)]) == 0
         assert "s3cret" not in out.read_text()

@@ -108,3 +108,10 @@ def test_no_key_in_the_record(behaviour, url, tmp_path, monkeypatch):
     assert json.loads(out.read_text())["command"].startswith("tokenspeed bench serve --url")
     assert report.command_line(["/x/tokenspeed/__main__.py", "bench"]) == "tokenspeed bench"
     assert report.command_line(["x/a.py", "--api_key=s3cret", "--api-key"]) == "a.py --api-key=... --api-key"
+
+
+def test_the_record_names_no_folder_of_this_machine():
+    argv = ["/x/tokenspeed", "bench", "offline", "/a/b/model", "--draft=/c/d", "some/hub-name"]
+    assert report.command_line(argv) == "tokenspeed bench offline model --draft=d some/hub-name"
+    data = report.document("k", [], config={"model": "/a/b", "names": ("/c/d", 3)}, url="http://x/y")
+    assert (data["config"], data["url"]) == ({"model": "b", "names": ["d", 3]}, "http://x/y")

@@ -3,10 +3,19 @@
 import gzip
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
-from tokenspeed.bench.acceptance import Record, by_depth, loops, summary, table
+from tokenspeed.bench.acceptance import (
+    Record,
+    agreement,
+    by_depth,
+    loops,
+    per_depth,
+    summary,
+    table,
+)
 from tokenspeed.bench.workload import load_prompts
 from tokenspeed.errors import ConfigError
 
@@ -89,10 +98,11 @@ def test_loops_by_the_definition():
         assert loops(tokens) == counted(tokens) and loops(block) == counted(block)
 
 
+PROMPT = tuple(range(10))
 RECORDS = [
-    Record("math", 10, tuple(range(20)), 10, 150, 20, (10, 6, 4)),
-    Record("code", 300, tuple(range(100)), 40, 600, 60, (30, 20, 10, 0)),
-    Record("code", 10, tuple(range(8)) * 8, 4, 60, 28, (4, 4, 4, 4, 4, 4, 4)),  # loops
+    Record("math", PROMPT, tuple(range(20)), 2, 30, 3, (2, 1), ((10, 1), (255, 2))),
+    Record("code", PROMPT * 30, tuple(range(100)), 48, 720, 77, (38, 25, 12, 2), ((300, 0), (9000, 4))),
+    Record("code", PROMPT, tuple(range(8)) * 8, 4, 60, 28, (4, 4, 4, 4, 4, 4, 4), ((10, 7),)),  # loops
 ]
 
 
@@ -102,17 +112,46 @@ def test_summary():
     assert found["all"]["accept_length"] == pytest.approx(1 + 108 / 54)
     assert found["all"]["accept_length_no_loops"] == pytest.approx(1 + 80 / 50)
     assert list(found["by_category"]) == ["code", "math"]
-    assert found["by_category"]["code"]["accept_length"] == pytest.approx(1 + 88 / 44)
-    assert found["by_category"]["code"]["accept_length_no_loops"] == pytest.approx(2.5)
-    assert list(found["by_position"]) == ["0-256", "256-1024"]
+    assert found["by_category"]["code"]["accept_length"] == pytest.approx(1 + 105 / 52)
+    assert found["by_category"]["code"]["accept_length_no_loops"] == pytest.approx(1 + 77 / 48)
     assert found["by_depth"]["all"][0] == pytest.approx(44 / 54)
-    assert found["by_depth"]["no_loops"] == pytest.approx([40 / 50, 26 / 50, 14 / 50, 0])
+    assert found["by_depth"]["no_loops"] == pytest.approx([40 / 50, 26 / 50, 12 / 50, 2 / 50])
     assert sum(by_depth(RECORDS)) == pytest.approx(found["all"]["accept_length"] - 1)
-    text = table(found)
-    assert "3.000" in text and "2.600" in text and "position 0-256" in text
+    text = table({"decoded": found})
+    assert "3.000" in text and "2.600" in text and "position 0-256" in text and "1 of 3 answers loop" in text
+
+
+def test_positions_are_those_of_the_rounds():
+    found = summary(RECORDS)["by_position"]
+    assert list(found) == ["0-256", "256-1024", "8192-"]
+    assert (found["0-256"]["rounds"], found["0-256"]["accept_length"]) == (3, pytest.approx(1 + 10 / 3))
+    assert found["0-256"]["accept_length_no_loops"] == pytest.approx(1 + 3 / 2)
+    assert found["8192-"]["accept_length"] == 5 and found["256-1024"]["accept_length"] == 1
+
+
+def test_counts_by_depth():
+    assert per_depth([0, 2, 1, 2]) == (3, 2) and per_depth([]) == () and per_depth([0, 0]) == ()
+
+
+def test_agreement():
+    assert agreement(RECORDS, RECORDS)["num_other_rounds"] == 0
+    other = [replace(RECORDS[0], accepted=4, per_depth=(2, 2)), *RECORDS[1:]]
+    found = agreement(RECORDS, other)
+    assert (found["num_answers"], found["num_other_rounds"], found["where"]) == (3, 1, "category math")
+    assert found["largest_difference"] == pytest.approx(0.5)
+    assert found["relative"] == pytest.approx(1 / 54 / 3)
+
+
+def test_two_ways_to_count_stand_side_by_side():
+    decoded = summary([replace(r, spans=()) for r in RECORDS])
+    lines = table({"decoded": decoded, "offline": summary(RECORDS)}).splitlines()
+    (position,) = (line for line in lines if line.startswith("position 256"))
+    assert position.split() == ["position", "256-1024", "-", "-", "1.000", "1.000"]
+    (code,) = (line for line in lines if line.startswith("code"))
+    assert code.split() == ["code", "2", "50%", "3.019", "2.604", "3.019", "2.604"]
 
 
 def test_summary_without_rounds():
-    found = summary([Record("a", 1, (1, 2), 0, 0, 0, ())])
+    found = summary([Record("a", (1,), (1, 2), 0, 0, 0, ())])
     assert found["all"]["accept_length"] is None and found["by_depth"]["all"] == []
-    assert "-" in table(found) and summary([])["num_answers"] == 0
+    assert "-" in table({"decoded": found}) and summary([])["num_answers"] == 0

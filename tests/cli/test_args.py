@@ -38,6 +38,7 @@ from tokenspeed.errors import ConfigError
         ("--tp-size 2", {"tensor_parallel_size": 2}),
         ("--gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
         ("--speculative-draft-model-path d", {"draft": "d"}),
+        ("--draft-head full", {"draft_head": "full"}),
         ('-sc {"method":"eagle3"}', {"speculative_config": '{"method":"eagle3"}'}),
         ("--speculative-algorithm EAGLE3 --speculative-num-steps 3",
          {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3}),

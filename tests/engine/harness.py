@@ -68,6 +68,8 @@ class InProcessEngine:
             self._under_way.append(self.runner.launch(step))
         if self._under_way:
             self._take(self.scheduler.update(self.runner.result(self._under_way.popleft())))
+        elif not self.scheduler.is_idle:
+            raise AssertionError("requests wait, but no step is under way and none can be sent")
         self.scheduler.check()
 
     def drain(self) -> None:

@@ -7,7 +7,16 @@ from tiny import make_tiny_draft
 
 from tokenspeed.params import SamplingParams
 
-PROMPTS = [[5, 9, 17, 33, 2, 71], [11], list(range(40, 75)), [7, 7, 7, 8], [90, 3], [1, 2, 3], [66] * 20, [12, 13]]
+PROMPTS = [
+    [5, 9, 17, 33, 2, 71],
+    [11],
+    list(range(40, 75)),
+    [7, 7, 7, 8],
+    [90, 3],
+    [1, 2, 3],
+    [66] * 20,
+    [12, 13],
+]
 SHAPES = ["1/1/2", "5/1/6", "3/2/6", "4/4/16", "8/4/16"]
 
 
@@ -35,7 +44,10 @@ def test_plain_equals_transformers(target, plain):
         expected = reference.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
         )
-        if expected.shape[1] - len(prompt) == 24 and reference.config.eos_token_id not in expected[0, len(prompt) :]:
+        if (
+            expected.shape[1] - len(prompt) == 24
+            and reference.config.eos_token_id not in expected[0, len(prompt) :]
+        ):
             assert answer.token_ids == expected[0, len(prompt) :].tolist()
 
 
@@ -54,7 +66,12 @@ PARAMETERS = {
     "top_k": {"temperature": 1.2, "top_k": 5},
     "top_p": {"temperature": 1.0, "top_p": 0.7},
     "min_p": {"temperature": 1.5, "min_p": 0.1},
-    "penalties": {"temperature": 1.0, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": -0.5},
+    "penalties": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.7,
+        "presence_penalty": -0.5,
+    },
     "greedy penalties": {"temperature": 0.0, "frequency_penalty": 2.0},
     "negative penalties": {"temperature": 0.0, "presence_penalty": -2.0, "repetition_penalty": 1.5},
     "bias": {"temperature": 1.0, "logit_bias": {4: 5.0, 9: -100.0}},

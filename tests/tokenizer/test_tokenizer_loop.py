@@ -330,6 +330,10 @@ def test_a_very_long_prompt_does_not_hold_up_the_others(monkeypatch):
         bench.loop.handle([])
     bench.loop.handle([Tokenize(4, SamplingParams(), text="short"), Abort(2)])
     assert [type(m) for m in bench.scheduler] == [Abort, Generate] and bench.loop.wait_ms == LONG_POLL_MS
+    assert not bench.server
+    monkeypatch.setattr("tokenspeed.tokenizer.process.SIGN_SECONDS", 0.0)
+    bench.loop.handle([])
+    assert bench.server == [Texts([])]  # a sign of life for the server's watchdog
     hold.set()
     bench.handle()
     assert sorted(m.rid for m in bench.scheduler if isinstance(m, Generate)) == [1, 3, 4]

@@ -5,19 +5,25 @@ from dataclasses import dataclass
 from typing import Any
 
 LOOP_WINDOW, LOOP_NGRAM, LOOP_TIMES = 128, 8, 4
+POSITION_BINS = (256, 1024, 2048, 8192)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One answer's account. `per_depth[d]`: rounds in which the draft token of depth d + 1 was kept."""
+    """One answer's account.
+
+    `per_depth[d]`: rounds in which the draft token of depth d + 1 was kept. `spans`: (position of the round's
+    root, draft tokens kept) of each round; empty where only the sums are known.
+    """
 
     category: str
-    num_prompt: int
+    prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     rounds: int
     drafted: int
     accepted: int
     per_depth: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def loops(self) -> bool:
@@ -25,7 +31,10 @@ class Record:
 
 
 def loops(token_ids: Sequence[int]) -> bool:
-    """Whether the last 128 tokens hold one 8-gram four times or more (overlapping ones count)."""
+    """Whether the last 128 tokens hold one 8-gram four times or more (overlapping ones count).
+
+    Loops are easy to draft, so accept lengths are given with and without the answers that loop.
+    """
     tail = tuple(token_ids[-LOOP_WINDOW:])
     seen: dict[tuple[int, ...], int] = {}
     for i in range(len(tail) - LOOP_NGRAM + 1):
@@ -36,11 +45,15 @@ def loops(token_ids: Sequence[int]) -> bool:
     return False
 
 
+def per_depth(accepted: Sequence[int]) -> tuple[int, ...]:
+    """[d]: how many of the rounds kept the draft token of depth d + 1; `accepted`: tokens kept by each."""
+    return tuple(sum(kept > d for kept in accepted) for d in range(max(accepted, default=0)))
+
+
 def accept_length(records: Iterable[Record]) -> float | None:
     """Tokens a target forward emits on average, the bonus token included; None without rounds."""
     rows = list(records)
-    rounds = sum(r.rounds for r in rows)
-    return 1 + sum(r.accepted for r in rows) / rounds if rounds else None
+    return _length(sum(r.rounds for r in rows), sum(r.accepted for r in rows))
 
 
 def by_depth(records: Iterable[Record]) -> list[float]:
@@ -48,20 +61,30 @@ def by_depth(records: Iterable[Record]) -> list[float]:
     rows = list(records)
     rounds = sum(r.rounds for r in rows)
     depths = max((len(r.per_depth) for r in rows), default=0)
-    return (
-        [sum(r.per_depth[d] for r in rows if d < len(r.per_depth)) / rounds for d in range(depths)]
-        if rounds
-        else []
-    )
+    if not rounds:
+        return []
+    return [sum(r.per_depth[d] for r in rows if d < len(r.per_depth)) / rounds for d in range(depths)]
 
 
-def position_bin(record: Record) -> str:
-    """By the middle of the answer: its absolute position in tokens."""
-    middle = record.num_prompt + len(record.token_ids) // 2
-    for low, high in ((0, 256), (256, 1024), (1024, 2048)):
-        if middle < high:
-            return f"{low}-{high}"
-    return "2048-"
+def by_position(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
+    """Accept lengths by the position of a round's root, of the records that know it."""
+    counts: dict[int, list[int]] = {}  # bin -> rounds, accepted, and both without loops
+    for record in records:
+        looping = record.loops
+        for start, accepted in record.spans:
+            number = sum(start >= end for end in POSITION_BINS)
+            found = counts.setdefault(number, [0, 0, 0, 0])
+            new = (1, accepted, *((0, 0) if looping else (1, accepted)))
+            found[:] = [a + b for a, b in zip(found, new, strict=True)]
+    return {
+        _bin_name(number): {
+            "rounds": rounds,
+            "accepted": accepted,
+            "accept_length": _length(rounds, accepted),
+            "accept_length_no_loops": _length(plain_rounds, plain_accepted),
+        }
+        for number, (rounds, accepted, plain_rounds, plain_accepted) in sorted(counts.items())
+    }
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -72,29 +95,62 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "num_looping": len(records) - len(whole),
         "all": _entry(records),
         "by_category": _grouped(records, lambda r: r.category),
-        "by_position": _grouped(records, position_bin),
+        "by_position": by_position(records),
         "by_depth": {"all": by_depth(records), "no_loops": by_depth(whole)},
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """`summary` for people: accept length of all answers / of those without loops."""
-    lines = [f"{'':<16}{'answers':>8}{'looping':>9}{'accept length':>16}{'without loops':>16}"]
-    rows = [("all", found["all"])]
-    rows += sorted(found["by_category"].items())
-    rows += [(f"position {name}", entry) for name, entry in found["by_position"].items()]
-    for name, entry in rows:
-        share = entry["num_looping"] / max(entry["num_answers"], 1)
-        lines.append(
-            f"{name:<16}{entry['num_answers']:>8}{share:>9.0%}{_number(entry['accept_length']):>16}"
-            f"{_number(entry['accept_length_no_loops']):>16}"
+def agreement(decoded: Sequence[Record], offline: Sequence[Record]) -> dict[str, Any]:
+    """How far two accounts of the same answers agree.
+
+    Returns:
+        num_other_rounds: answers whose rounds, or what they kept by depth, differ.
+        largest_difference: of two accept lengths, over all answers and over each category, and `where`.
+        relative: the difference over all answers, as a share of the decoded accept length.
+    """
+    same = [(a.rounds, a.accepted, a.per_depth) == (b.rounds, b.accepted, b.per_depth)
+            for a, b in zip(decoded, offline, strict=True)]  # fmt: skip
+    groups: dict[str, tuple[list[Record], list[Record]]] = {"all": (list(decoded), list(offline))}
+    for a, b in zip(decoded, offline, strict=True):
+        pair = groups.setdefault(f"category {a.category}", ([], []))
+        pair[0].append(a)
+        pair[1].append(b)
+    lengths = {name: (accept_length(a) or 1.0, accept_length(b) or 1.0) for name, (a, b) in groups.items()}
+    where = max(lengths, key=lambda name: abs(lengths[name][0] - lengths[name][1]))
+    ours, theirs = lengths["all"]
+    return {
+        "num_answers": len(same),
+        "num_other_rounds": same.count(False),
+        "largest_difference": abs(lengths[where][0] - lengths[where][1]),
+        "where": where,
+        "relative": abs(ours - theirs) / ours,
+    }
+
+
+def table(sources: dict[str, dict[str, Any]]) -> str:
+    """Summaries of the same answers side by side, for people: accept length of all and without loops.
+
+    Args:
+        sources: name of a way to count ("decoded", "offline") -> `summary`.
+    """
+    first = next(iter(sources.values()))
+    columns = "".join(f"{name:>12}{'no loops':>10}" for name in sources)
+    lines = [f"{'accept length':<24}{'answers':>8}{'looping':>9}{columns}"]
+    rows = [("all", [source["all"] for source in sources.values()])]
+    for kind, group in (("", "by_category"), ("position ", "by_position")):
+        found = [source[group] for source in sources.values()]
+        names = dict.fromkeys(name for entries in found for name in entries)
+        rows += [(kind + name, [entries.get(name, {}) for entries in found]) for name in names]
+    lines += [f"{name:<24}{_answers(entries[0])}{''.join(map(_lengths, entries))}" for name, entries in rows]
+    lines += ["", f"{'accepted at depth':<24}{'':>17}{columns}"]
+    depths = max(len(s["by_depth"]["all"]) for s in sources.values())
+    for depth in range(depths):
+        cells = "".join(
+            f"{_share(s['by_depth']['all'], depth):>12}{_share(s['by_depth']['no_loops'], depth):>10}"
+            for s in sources.values()
         )
-    lines.append("")
-    lines.append(f"{'depth':<16}{'accepted':>8}{'without loops':>16}")
-    plain = found["by_depth"]["no_loops"]
-    for depth, share in enumerate(found["by_depth"]["all"], 1):
-        other = f"{plain[depth - 1]:.1%}" if depth <= len(plain) else "-"
-        lines.append(f"{depth:<16}{share:>8.1%}{other:>16}")
+        lines.append(f"{depth + 1:<24}{'':>17}{cells}")
+    lines.append(f"{first['num_looping']} of {first['num_answers']} answers loop")
     return "\n".join(lines)
 
 
@@ -115,13 +171,32 @@ def _grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[st
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
-    return {name: _entry(rows) for name, rows in sorted(groups.items(), key=lambda item: _order(item[0]))}
+    return {name: _entry(rows) for name, rows in sorted(groups.items())}
 
 
-def _order(name: str) -> tuple[int, str]:
-    start = name.split("-")[0]
-    return (int(start), name) if start.isdigit() else (0, name)
+def _length(rounds: int, accepted: int) -> float | None:
+    return 1 + accepted / rounds if rounds else None
+
+
+def _bin_name(number: int) -> str:
+    low = POSITION_BINS[number - 1] if number else 0
+    return f"{low}-{POSITION_BINS[number]}" if number < len(POSITION_BINS) else f"{low}-"
+
+
+def _answers(entry: dict[str, Any]) -> str:
+    if "num_answers" not in entry:
+        return f"{'':>17}"
+    return f"{entry['num_answers']:>8}{entry['num_looping'] / max(entry['num_answers'], 1):>9.0%}"
+
+
+def _lengths(entry: dict[str, Any]) -> str:
+    all_of, whole = entry.get("accept_length"), entry.get("accept_length_no_loops")
+    return f"{_number(all_of):>12}{_number(whole):>10}"
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _share(shares: Sequence[float], depth: int) -> str:
+    return f"{shares[depth]:.1%}" if depth < len(shares) else "-"

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenspeed.bench.client import Answer
 from tokenspeed.errors import ConfigError
+from tokenspeed.versions import gpu_names, versions
 
 PERCENTILES = (50, 90, 99)
 
@@ -110,22 +111,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def document(kind: str, rows: Sequence[dict[str, Any]], **about: Any) -> dict[str, Any]:
-    """The JSON file: how and where it was measured, and the rows."""
-    from tokenspeed.cli.version import gpu_names, versions
-
+    """The JSON file: how and where it was measured, and the rows. Of absolute paths the last part is kept."""
     return {
         "kind": kind,
         "command": command_line(sys.argv),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "gpu": gpu_names(),
-        **about,
+        **_portable(about),
         "results": list(rows),
     }
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """`argv` as typed, for the record: the program by its name alone, keys blanked out."""
+    """`argv` as typed, for the record: program and absolute paths by their last part, keys blanked out."""
     program = Path(argv[0]).name
     ours = program == "__main__.py" or not program.endswith(".py")
     words = ["tokenspeed" if ours else program, *argv[1:]]
@@ -135,7 +134,19 @@ def command_line(argv: Sequence[str]) -> str:
             words[i] = word if "=" not in word else "--api-key=..."
             if "=" not in word and i + 1 < len(words):
                 words[i + 1] = "..."
-    return shlex.join(words)
+        option, equals, value = word.partition("=")
+        if word.startswith("--") and equals and name != "--api-key":
+            words[i] = f"{option}={_portable(value)}"
+    return shlex.join([words[0], *map(_portable, words[1:])])
+
+
+def _portable(value: Any) -> Any:
+    """`value` without the folders of this machine."""
+    if isinstance(value, str):
+        return Path(value).name if value.startswith("/") else value
+    if isinstance(value, dict):
+        return {key: _portable(inner) for key, inner in value.items()}
+    return [_portable(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_json(path: str | Path, data: dict[str, Any]) -> None:

@@ -90,13 +90,9 @@ def _offline(argv: list[str]) -> int:
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed, ignore_eos=args.ignore_eos
     )
-    rows = []
     with LLM(**overrides(config)) as llm:
         llm.chat([list(prompts[0].messages)], params)  # the first request pays for what is made once
-        bars = Bars(sys.stderr)
-        for concurrency in args.concurrency:
-            rows.append(measure(llm, prompts, concurrency, params, _shower(bars, concurrency))[0])
-        bars.close()
+        rows = [measure(llm, prompts, n, params, show=True)[0] for n in args.concurrency]
     return _finish(
         args, "offline", rows, f"{config.model}, offline, spec {config.spec}", config=public(config)
     )

@@ -1,4 +1,8 @@
-"""`tokenspeed draft eval`: how many draft tokens a target accepts, by category, position and depth."""
+"""`tokenspeed draft eval`: how many draft tokens a target accepts, by category, position and depth.
+
+Counted twice: by true speculative decoding, and offline from the finished answers (spec/evaluate.py), which
+also tells where in a text the rounds began. The two must agree.
+"""
 
 import argparse
 import dataclasses
@@ -6,13 +10,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tokenspeed.bench.acceptance import Record, summary, table
-from tokenspeed.bench.workload import FORMS, load_prompts
+from tokenspeed.bench.acceptance import Record, agreement, per_depth, summary, table
+from tokenspeed.bench.workload import FORMS, Prompt, load_prompts
 from tokenspeed.cli.args import Parser, add_config, make_config, overrides, positive, public, require_torch
-from tokenspeed.config import Config, Shape
+from tokenspeed.config import Config, Shape, check_option
 from tokenspeed.errors import ConfigError
 from tokenspeed.progress import Bars
 from tokenspeed.spec.plan import DEFAULT_SHAPE, parse_shape, speculation
+
+TOLERANCE = 0.05  # of the accept length, between the two ways to count it
 
 _NOT_YET = ("convert", "train", "export")
 _USAGE = "usage: tokenspeed draft eval MODEL --draft D [options]; see tokenspeed draft eval --help"
@@ -39,40 +45,107 @@ def _eval(argv: list[str]) -> int:
     shapes = [parse_shape(text) for text in args.shape]
     if not shapes:
         shapes = [speculation(config)[2] or DEFAULT_SHAPE]
+    check_option("temperature", args.temperature, (), (0.0, 2.0))
     prompts = load_prompts(args.prompts, args.num_prompts)
     require_torch()
-    results: dict[str, Any] = {}
+    decoded: dict[Shape, list[Record]] = {}
     for shape in shapes:
-        records = decode(config, shape, prompts, args)
-        results[str(shape)] = summary(records)
-        print(f"\nshape {shape}, {args.max_tokens} tokens at temperature {args.temperature}, decoded")
-        print(table(results[str(shape)]))
+        decoded[shape], info = decode(config, shape, prompts, args)
+        config = dataclasses.replace(config, dtype=info.get("dtype", config.dtype))  # "auto" may choose anew
+    offline = replay_all(config, decoded) if args.offline else {}
+    found = {str(shape): _account(records, offline.get(shape)) for shape, records in decoded.items()}
+    for name, account in found.items():
+        print(f"\nshape {name}, {args.max_tokens} tokens at temperature {args.temperature}")
+        print(table({way: account[way] for way in ("decoded", "offline") if way in account}))
+        if "agreement" in account:
+            print(_verdict(account["agreement"]))
     if args.output:
         from tokenspeed.bench.report import document, write_json
 
-        write_json(args.output, document("draft eval", [], config=public(config), acceptance=results))
-    return 0
+        write_json(args.output, document("draft eval", [], config=public(config), acceptance=found))
+    return 0 if all(_agrees(account) for account in found.values()) else 1
 
 
-def decode(config: Config, shape: Shape, prompts: Sequence[Any], args: argparse.Namespace) -> list[Record]:
-    """Answers every prompt by true speculative decoding with `shape`."""
+def decode(
+    config: Config, shape: Shape, prompts: Sequence[Prompt], args: argparse.Namespace
+) -> tuple[list[Record], dict[str, Any]]:
+    """Answers every prompt by true speculative decoding with `shape`: the accounts, and `LLM.info`."""
     from tokenspeed import LLM, SamplingParams
     from tokenspeed.bench.offline import measure
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed)
-    bars = Bars(sys.stderr)
     with LLM(**{**overrides(config), **_only(shape, config)}) as llm:
-        _, records = measure(
-            llm,
-            prompts,
-            args.concurrency,
-            params,
-            lambda done, total: bars.update(f"shape {shape}", done, total),
-        )
-    bars.close()
+        print(f"decoding with shape {shape}", file=sys.stderr)
+        _, records = measure(llm, prompts, args.concurrency, params, show=True)
+        info = llm.info
     if not any(record.rounds for record in records):
         raise ConfigError("the engine made no draft rounds; the answers are too short, or --max-tokens is 1")
-    return records
+    return records, info
+
+
+def replay_all(config: Config, decoded: dict[Shape, list[Record]]) -> dict[Shape, list[Record]]:
+    """Counts the same answers offline. Target and drafter are loaded into this process.
+
+    Args:
+        decoded: shape -> accounts of `decode`, whose engine has been shut down: the memory is taken again.
+    """
+    from tokenspeed.launch import resolve
+    from tokenspeed.worker.replay import pool_tokens, replay
+    from tokenspeed.worker.setup import build
+
+    texts = [(shape, record) for shape, records in decoded.items() for record in records]
+    longest = max(len(record.prompt_ids) + len(record.token_ids) for _, record in texts)
+    bars = Bars(sys.stderr)
+    options = _only(next(iter(decoded)), config)
+    alone = {"max_num_seqs": 1, "enforce_eager": True}
+    alone["kv_cache_tokens"] = pool_tokens(longest, config.page_size)
+    engine = build(
+        resolve(dataclasses.replace(config, **options, **alone), bars.update), bars.update
+    ).runner.engine
+    found: dict[Shape, list[Record]] = {shape: [] for shape in decoded}
+    for shape, record in texts:
+        rounds = replay(engine, record.prompt_ids, record.token_ids, shape)
+        found[shape].append(_offline_record(record, rounds, shape))
+        bars.update("counting offline", sum(map(len, found.values())), len(texts))
+    bars.close()
+    return found
+
+
+def _offline_record(record: Record, rounds: Sequence[tuple[int, int]], shape: Shape) -> Record:
+    accepted = [count for _, count in rounds]
+    return dataclasses.replace(
+        record,
+        rounds=len(rounds),
+        drafted=len(rounds) * (shape.nodes - 1),
+        accepted=sum(accepted),
+        per_depth=per_depth(accepted),
+        spans=tuple((start, count) for start, count in rounds),
+    )
+
+
+def _account(decoded: list[Record], offline: list[Record] | None) -> dict[str, Any]:
+    if offline is None:
+        return {"decoded": summary(decoded)}
+    return {
+        "decoded": summary(decoded),
+        "offline": summary(offline),
+        "agreement": agreement(decoded, offline),
+    }
+
+
+def _agrees(account: dict[str, Any]) -> bool:
+    return "agreement" not in account or account["agreement"]["relative"] <= TOLERANCE
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """One line: whether offline and decoded rounds are the same, and how far apart if not."""
+    if not found["num_other_rounds"]:
+        return f"offline and decoded agree: the same rounds in all {found['num_answers']} answers"
+    word = "agree up to rounding" if found["relative"] <= TOLERANCE else "DISAGREE"
+    return (
+        f"offline and decoded {word}: other rounds in {found['num_other_rounds']} of {found['num_answers']} "
+        f"answers, accept lengths at most {found['largest_difference']:.3f} apart ({found['where']})"
+    )
 
 
 def _only(shape: Shape, config: Config) -> dict[str, Any]:
@@ -107,6 +180,12 @@ def _parser() -> Parser:
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     group.add_argument(
         "--concurrency", type=positive, default=8, metavar="N", help="answers at once (default: 8)"
+    )
+    group.add_argument(
+        "--offline",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="count the finished answers offline too, which tells positions (default: on)",
     )
     group.add_argument("--output", metavar="JSON", help="file for the results")
     add_config(parser)

@@ -67,8 +67,17 @@ def weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def check_safetensors(path: Path) -> None:
-    """Raises ConfigError for a file that is cut, is no safetensors, or whose header contradicts itself."""
+def num_elements(path: Path) -> int:
+    """Numbers that the weights of a checkpoint hold, by the headers of its files. Raises ConfigError."""
+    return sum(math.prod(e["shape"]) for file in weight_files(path) for e in check_safetensors(file))
+
+
+def check_safetensors(path: Path) -> list[dict[str, Any]]:
+    """The tensors of a file as its header describes them: dtype, shape, data_offsets.
+
+    Raises:
+        ConfigError: it is cut, is no safetensors, or its header contradicts itself.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -88,6 +97,7 @@ def check_safetensors(path: Path) -> None:
         raise ConfigError(
             f"{path} is cut short: {size} bytes, but its header speaks of {8 + length + end}; fetch it again"
         )
+    return entries
 
 
 def _end(entries: list[dict[str, Any]]) -> int:

@@ -28,6 +28,7 @@ from tokenspeed.ipc.messages import (
     pack,
 )
 from tokenspeed.params import SamplingParams
+from tokenspeed.server.watchdog import Watchdog
 
 
 class Sender(Protocol):
@@ -156,11 +157,12 @@ class _Open:
 class EngineClient:
     """Owns the request ids, sends to the tokenizer, hands what comes back to whoever waits for it.
 
-    `start()` it inside the loop that uses it. After `Dead`, or when a link breaks, every open `Generation`
-    raises EngineDead and so does everything new.
+    `start()` it inside the loop that uses it. After `Dead`, when a link breaks, or when the ring shows no
+    sign of life for `watchdog_timeout` seconds (None: however long), every open `Generation` raises
+    EngineDead and so does everything new.
     """
 
-    def __init__(self, push: Sender, pull: Receiver):
+    def __init__(self, push: Sender, pull: Receiver, watchdog_timeout: float | None = None):
         self.stats = Stats()  # the last one that came
         self.error: str | None = None  # why the engine is dead
         self.observer: Observer | None = None
@@ -168,6 +170,7 @@ class EngineClient:
         self.on_drain: Callable[[Drain], None] | None = None
         self.on_dead: Callable[[str], None] | None = None
         self._push, self._pull = push, pull
+        self._watchdog = None if watchdog_timeout is None else Watchdog(watchdog_timeout)
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._open: dict[int, _Open] = {}
         self._calls: dict[int, asyncio.Future[TokenIds | Decoded]] = {}
@@ -175,13 +178,14 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    def connect(cls, run_dir: str) -> "EngineClient":
+    def connect(cls, run_dir: str, watchdog_timeout: float | None = None) -> "EngineClient":
         """A client of the ring whose sockets are in `run_dir`."""
         push = AsyncPush(address(run_dir, "tokenizer"), ToTokenizer)
-        return cls(push, AsyncPull(address(run_dir, "server"), ToServer))
+        return cls(push, AsyncPull(address(run_dir, "server"), ToServer), watchdog_timeout)
 
     def start(self) -> None:
-        for work in (self._send_all(), self._receive_all()):
+        watch = [] if self._watchdog is None else [self._watch(self._watchdog)]
+        for work in (self._send_all(), self._receive_all(), *watch):
             task = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(self._link_ended)
             self._tasks.append(task)
@@ -284,6 +288,8 @@ class EngineClient:
     async def _receive_all(self) -> None:
         while True:
             message = await self._pull.recv()
+            if self._watchdog is not None:
+                self._watchdog.hear(message)
             if isinstance(message, Texts):
                 for piece in message.texts:
                     self._deliver(piece)
@@ -299,6 +305,11 @@ class EngineClient:
                 self.on_ready(message)
             elif isinstance(message, Drain) and self.on_drain is not None:
                 self.on_drain(message)
+
+    async def _watch(self, watchdog: Watchdog) -> None:
+        while not watchdog.look(self.num_busy):
+            await asyncio.sleep(watchdog.interval)
+        self._die(f"the ring has shown no sign of life for {watchdog.timeout:g} seconds")
 
     def _link_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -73,7 +73,9 @@ class Api:
         generation = Generation(self.client)
         for prompt in prompts:
             for j in range(params.n):
-                generation.add(params.resolved(j, self._seeds), max_tokens_field=body.max_tokens_field, **prompt)
+                generation.add(
+                    params.resolved(j, self._seeds), max_tokens_field=body.max_tokens_field, **prompt
+                )
         if not body.stream:
             return await whole_response(request, generation, reply)
         events = Events(reply, body.include_usage, body.continuous_usage)

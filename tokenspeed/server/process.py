@@ -35,23 +35,25 @@ def run(child: Child) -> None:
     try:
         import uvloop
     except ImportError:
-        died = asyncio.run(_serve(child))
+        error = asyncio.run(_serve(child))
     else:
-        died = uvloop.run(_serve(child))
-    if died:
+        error = uvloop.run(_serve(child))
+    if error is not None:
+        child.dead(error)  # the launcher may not know it yet: the watchdog is here
         raise SystemExit(1)
 
 
-async def _serve(child: Child) -> bool:
-    """Returns whether the engine died."""
-    client = EngineClient.connect(child.resolved.run_dir)
-    host = Host(child, client, create_app(client, child.resolved))
+async def _serve(child: Child) -> str | None:
+    """Returns why the engine died, if it did."""
+    resolved = child.resolved
+    client = EngineClient.connect(resolved.run_dir, resolved.config.watchdog_timeout)
+    host = Host(child, client, create_app(client, resolved))
     client.start()
     try:
         await host.serve(socket.socket(fileno=child.listen_fd))
     finally:
         await client.close()
-    return client.error is not None
+    return client.error
 
 
 class _Uvicorn(uvicorn.Server):

@@ -6,9 +6,7 @@ table of "tokens accepted if a round started here"; on a CPU in float32 they are
 one for one.
 """
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,48 +15,12 @@ from tokenspeed.config import Shape
 from tokenspeed.spec.base import Drafter, DraftTree, Frontier
 from tokenspeed.spec.verify import accept
 
-LOOP_BACK, LOOP_NGRAM, LOOP_TIMES = 128, 8, 4
-POSITION_BINS = (256, 1024, 2048, 8192)
 
-
-@dataclass(frozen=True)
-class Round:
-    """One round of an answer: the index of its root, and how many tokens it emitted."""
+class Round(NamedTuple):
+    """One round of an answer: the index of its root, and how many drafted tokens it accepted."""
 
     start: int
-    emitted: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A text whose rounds are known, in order; `looping` by `is_looping`, `category` for the report."""
-
-    rounds: tuple[Round, ...]
-    looping: bool
-    category: str
-
-
-@dataclass
-class Tally:
-    """Counts over rounds. `by_depth[d]`: rounds that emitted more than d tokens, d drafted ones right."""
-
-    rounds: int = 0
-    tokens: int = 0
-    by_depth: Counter = field(default_factory=Counter)
-
-    def add(self, emitted: int) -> None:
-        self.rounds += 1
-        self.tokens += emitted
-        self.by_depth.update(range(1, emitted))
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens emitted a round, the target's own included; NaN without rounds."""
-        return self.tokens / self.rounds if self.rounds else float("nan")
-
-    def rate(self, depth: int) -> float:
-        """Share of rounds whose first `depth` drafted tokens were all accepted."""
-        return self.by_depth[depth] / self.rounds if self.rounds else float("nan")
+    accepted: int
 
 
 def append_text(drafter: Drafter, tokens: Tensor, aux: Tensor, page_size: int, chunk: int = 512) -> Tensor:
@@ -107,7 +69,7 @@ def accepted_everywhere(
             last_tokens=tokens[starts],
             aux=aux[starts - 1],
             last_indices=starts,
-            block_table=table.expand(len(starts), -1),
+            block_table=table.repeat(len(starts), 1),
             max_len=int(starts[-1]) + 1,
         )
         tree = drafter.propose(frontier, shape)
@@ -131,11 +93,9 @@ def simulate(accepted: Tensor, prompt_len: int) -> tuple[Round, ...]:
         accepted: of `accepted_everywhere`.
     """
     rounds, at, counts = [], 0, accepted.tolist()
-    last = len(counts) - 1  # the last token is emitted by some round and is no root
-    while at < last:
-        emitted = min(counts[at] + 1, last - at)
-        rounds.append(Round(prompt_len + at, emitted))
-        at += emitted
+    while at < len(counts) - 1:  # the last token is emitted by some round and is no root
+        rounds.append(Round(prompt_len + at, counts[at]))
+        at += counts[at] + 1
     return tuple(rounds)
 
 
@@ -146,46 +106,8 @@ def offline_rounds(
     prompt_len: int,
     shape: Shape,
     page_size: int,
-    category: str = "",
     batch: int = 32,
-) -> Answer:
+) -> tuple[Round, ...]:
     """`accepted_everywhere` and `simulate` for one text; arguments as there."""
     accepted = accepted_everywhere(drafter, tokens, aux, prompt_len, shape, page_size, batch)
-    looping = is_looping(tokens[prompt_len:].tolist())
-    return Answer(simulate(accepted, prompt_len), looping, category)
-
-
-def is_looping(answer: list[int]) -> bool:
-    """Whether the last 128 tokens of an answer hold one 8-gram four times or more.
-
-    Loops are easy to draft, so accept lengths are given with and without the answers that loop.
-    """
-    tail = answer[-LOOP_BACK:]
-    grams = Counter(tuple(tail[i : i + LOOP_NGRAM]) for i in range(len(tail) - LOOP_NGRAM + 1))
-    return max(grams.values(), default=0) >= LOOP_TIMES
-
-
-def summarise(answers: Iterable[Answer]) -> dict[str, dict[str, Tally]]:
-    """Tallies by group: "all", "category NAME" and "position LOW-HIGH" (of the round's root).
-
-    Returns:
-        group -> {"all": over every answer, "no loops": over those that do not loop}.
-    """
-    groups: dict[str, dict[str, Tally]] = {}
-    for answer in answers:
-        for round_ in answer.rounds:
-            for group in ("all", f"category {answer.category}", f"position {_bin(round_.start)}"):
-                tallies = groups.setdefault(group, {"all": Tally(), "no loops": Tally()})
-                tallies["all"].add(round_.emitted)
-                if not answer.looping:
-                    tallies["no loops"].add(round_.emitted)
-    return groups
-
-
-def _bin(position: int) -> str:
-    low = 0
-    for high in POSITION_BINS:
-        if position < high:
-            return f"{low}-{high}"
-        low = high
-    return f"{low}-"
+    return simulate(accepted, prompt_len)

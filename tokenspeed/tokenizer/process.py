@@ -1,6 +1,7 @@
 """The tokenizer process: prompts in, text out. Templates, encoding, length checks, decoding, stop strings."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from tokenspeed.tokenizer.encoder import Encoder, check_text
 
 MAX_BATCH_CHARS = 1 << 14  # prompts encoded at once; a longer one is encoded by a thread of its own
 LONG_POLL_MS = 5  # how often to look whether that thread is done
+SIGN_SECONDS = 0.5  # how often to tell the server's watchdog that the thread is at work
 
 
 class Sender(Protocol):
@@ -83,6 +85,7 @@ class TokenizerLoop:
         self._prompts: list[Prompt] = []
         self._long: dict[int, tuple[Prompt, Future[None]]] = {}  # by rid: in the thread
         self._thread = ThreadPoolExecutor(1, "encode")
+        self._sign_at = time.monotonic()
 
     @property
     def wait_ms(self) -> int | None:
@@ -150,6 +153,9 @@ class TokenizerLoop:
         for prompt in batch:
             texts += self._checked(prompt.message, self._admit, prompt)
         self._send(texts)
+        if self._long and time.monotonic() > self._sign_at + SIGN_SECONDS:
+            self._sign_at = time.monotonic()
+            self._to_server.send(Texts([]))
 
     def _admit(self, prompt: Prompt) -> Text | None:
         """Sends an encoded prompt on. Returns the answer if none is to be generated. Raises RequestError."""

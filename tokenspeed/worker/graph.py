@@ -31,6 +31,7 @@ class GraphSet:
         self.engine, self.buckets, self.shapes = engine, tuple(sorted(buckets)), shapes
         self._graphs: dict[tuple[int, Shape | None], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one for all captures: each stream has a cuBLAS workspace of its own
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None]) -> None:
@@ -55,12 +56,9 @@ class GraphSet:
 
     def _capture(self, bucket: int, shape: Shape | None) -> _Captured:
         slots = torch.full((bucket,), self.engine.state.dummy, device=self.engine.state.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and creates handles outside the capture
-            self.engine.round(slots, [], shape, None)
-        torch.cuda.current_stream().wait_stream(stream)
+        self.engine.round(slots, [], shape, None)  # compiles kernels and creates handles outside the capture
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = self.engine.round(slots, [], shape, None)
         return _Captured(graph, slots, result.tokens, result.counts, result.failed)

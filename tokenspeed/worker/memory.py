@@ -8,6 +8,7 @@ from tokenspeed.errors import ConfigError
 GIB = 1 << 30
 CPU_KV_BYTES = 2 * GIB  # a laptop's share for the KV pool unless asked otherwise
 CPU_KV_SHARE = 0.4  # at most this part of the memory that is free
+MIN_PAGES = 4  # without the dummy page
 
 
 @dataclass
@@ -31,30 +32,38 @@ class MemoryPlan:
         """Settles num_pages.
 
         Raises:
-            ConfigError: not even one request of a useful length fits, or the tokens asked for don't; with the smallest
+            ConfigError: not even one short request fits, or the tokens asked for don't; with the smallest
                 change that helps.
         """
         free = self.total - sum(self.parts.values())
+        fits = free // self.page_bytes - 1
+        if fits < MIN_PAGES:
+            raise self._too_little((MIN_PAGES + 1) * self.page_bytes)
         budget = free if cap_bytes is None else min(free, cap_bytes)
-        most = -(-self.max_num_seqs * max_model_len // self.page_size)
+        pages = min(budget // self.page_bytes - 1, -(-self.max_num_seqs * max_model_len // self.page_size))
         if wanted_tokens is not None:
             pages = -(-wanted_tokens // self.page_size)
-            if (need := (pages + 1) * self.page_bytes) > free:
-                fits = max(free // self.page_bytes - 1, 0) * self.page_size
+            if pages > fits:
+                need = (pages + 1) * self.page_bytes / GIB
                 raise ConfigError(
-                    f"a KV pool of {wanted_tokens} tokens needs {need / GIB:.2f} GiB but {max(free, 0) / GIB:.2f} GiB "
-                    f"are free; give --kv-cache-tokens {fits} or less"
+                    f"a KV pool of {wanted_tokens} tokens needs {need:.2f} GiB but {free / GIB:.2f} GiB are "
+                    f"free; give --kv-cache-tokens {fits * self.page_size} or less"
                 )
-        else:
-            pages = min(budget // self.page_bytes - 1, most)
-        if pages < 4:
-            need = sum(self.parts.values()) + 5 * self.page_bytes
-            raise ConfigError(
-                f"not enough memory: the model needs {need / GIB:.2f} GiB and {self.total / GIB:.2f} GiB may be used "
-                f"({self._named()}); free memory, raise --gpu-memory-utilization, or choose a smaller model"
-            )
-        self.num_pages = pages + 1
+        self.num_pages = max(pages, MIN_PAGES) + 1
         return self
+
+    def reserve_weights(self, num_bytes: int) -> None:
+        """Looks, before weights are read, whether there is room for them. Raises ConfigError."""
+        if num_bytes > self.total:
+            raise self._too_little(num_bytes)
+
+    def _too_little(self, more: int) -> ConfigError:
+        need = sum(self.parts.values()) + more
+        parts = f" ({self._named()})" if self.parts else ""
+        return ConfigError(
+            f"not enough memory: the model needs at least {need / GIB:.2f} GiB and {self.total / GIB:.2f} GiB may "
+            f"be used{parts}; free memory, raise --gpu-memory-utilization, or choose a smaller model"
+        )
 
     def lines(self, max_model_len: int) -> list[str]:
         kv = self.num_pages * self.page_bytes

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from tokenspeed.attention.kv_pool import KvPool
 from tokenspeed.attention.select import Backend
 from tokenspeed.config import Resolved
 from tokenspeed.errors import ConfigError
+from tokenspeed.hub.checkpoint import num_elements
 from tokenspeed.layers.rotary import rope_table
 from tokenspeed.models.weights import load_model
 from tokenspeed.sampling.edits import LogitEdits
@@ -57,6 +59,7 @@ def build(resolved: Resolved, progress: Progress) -> Built:
     context = resolved.max_model_len + MAX_OVERHANG + 2
     target = resolved.model
     before = _free(device)
+    plan.reserve_weights(num_elements(Path(resolved.model_dir)) * dtype.itemsize)
     model = load_model(
         resolved.model_dir,
         target,
@@ -78,7 +81,14 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         draft_config = check_draft(
             resolved.draft_dir, resolved.method, target, resolved.model_dir, resolved.shapes[0].steps
         )
-        drafter = load_drafter(resolved.draft_dir, draft_config, model, backend.draft, context)
+        drafter = load_drafter(
+            resolved.draft_dir,
+            draft_config,
+            model,
+            backend.draft,
+            context,
+            full_head=config.draft_head == "full",
+        )
         plan.parts["draft"] = drafter.num_bytes
     aux_size = 0 if drafter is None else drafter.aux_size
     element = dtype.itemsize

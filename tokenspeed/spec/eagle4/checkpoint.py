@@ -13,6 +13,7 @@ from tokenspeed.errors import ConfigError
 from tokenspeed.spec.eagle4.formats import DraftConfig
 
 _FLOATS = ("BF16", "F16", "F32")
+CANDIDATE_TENSORS = ("efficient_lm_head.weight", "efficient_lm_head_down_proj.weight")
 _MAX_HEADER = 100 << 20  # the safetensors library's own bound
 
 
@@ -95,8 +96,8 @@ def parameters(config: DraftConfig, present: frozenset[str]) -> dict[str, Parame
     if c.norm_before_fc:
         out["input_norm.weight"] = Parameter((c.aux_size,))
     if c.rank is not None:
-        out["efficient_lm_head.weight"] = Parameter((c.draft_vocab_size, c.rank))
-        out["efficient_lm_head_down_proj.weight"] = Parameter((c.rank, h))
+        shapes = ((c.draft_vocab_size, c.rank), (c.rank, h))
+        out |= {name: Parameter(shape) for name, shape in zip(CANDIDATE_TENSORS, shapes, strict=True)}
     return out | _biases(c) | _vocabulary(c, present)
 
 

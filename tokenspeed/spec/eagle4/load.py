@@ -11,7 +11,13 @@ from tokenspeed.layers.embedding import VocabTable
 from tokenspeed.layers.rotary import rope_table
 from tokenspeed.models.decoder import Decoder
 from tokenspeed.models.weights import Progress, load_params
-from tokenspeed.spec.eagle4.checkpoint import TensorInfo, canonical, check_tensors, read_headers
+from tokenspeed.spec.eagle4.checkpoint import (
+    CANDIDATE_TENSORS,
+    TensorInfo,
+    canonical,
+    check_tensors,
+    read_headers,
+)
 from tokenspeed.spec.eagle4.config import DraftConfig
 from tokenspeed.spec.eagle4.drafter import EagleDrafter, TreeAttentionMaker
 from tokenspeed.spec.eagle4.head import CandidateHead, FullHead
@@ -26,6 +32,7 @@ def load_drafter(
     attention: TreeAttentionMaker,
     context: int,
     progress: Progress | None = None,
+    full_head: bool = False,
 ) -> EagleDrafter:
     """Loads a draft beside its target, on the target's device and in its dtype. Call `bind` before using it.
 
@@ -34,6 +41,7 @@ def load_drafter(
         attention: makes the attention of a draft step (drafter.TreeAttentionMaker).
         context: tokens that a request may reach; the RoPE table is sized from it, not from the draft's
             config.
+        full_head: score every token exactly though the checkpoint has a candidate head.
 
     Raises:
         ConfigError: a tensor is missing, misshapen or reaches no parameter.
@@ -62,12 +70,14 @@ def load_drafter(
         _same_width(config, target, path, "lm_head")
         table = target.head.table
     token_ids = _token_ids(tensors, place.device)
-    if config.rank is None:
+    ignored: tuple[str, ...] = ("d2t", "t2d")
+    if config.rank is None or full_head:
         head = FullHead(table, token_ids, place)
+        ignored += CANDIDATE_TENSORS
     else:
         head = CandidateHead(table, token_ids, config.rank, config.num_candidates, place)
         params |= head.params()
-    load_params(path, params, ("d2t", "t2d"), progress, canonical)
+    load_params(path, params, ignored, progress, canonical)
     cos_sin = rope_table(config.rope, config.head_dim, context + MAX_STEPS + 1, place.device)
     num_bytes = sum(p.target.numel() * p.target.element_size() for p in params.values())
     return EagleDrafter(model, head, cos_sin, attention, num_bytes)

@@ -1,0 +1,63 @@
+"""The demo model says what transformers makes of it, and its draft is as good as when its accept length was stored."""
+
+import json
+
+import pytest
+from harness import InProcessEngine, greedy
+from make_references import FILE, NUM_GUARD_TOKENS, SHAPE, accept_length
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return json.loads(FILE.read_text())
+
+
+@pytest.fixture(scope="module")
+def prompts(stored):
+    return [row["prompt_ids"] for row in stored["answers"]]
+
+
+@pytest.fixture(scope="module")
+def expected(stored):
+    return [row["token_ids"] for row in stored["answers"]]
+
+
+@pytest.fixture(scope="module")
+def plain(demo_dir):
+    return InProcessEngine(demo_dir, max_model_len=1024)
+
+
+@pytest.fixture(scope="module")
+def speculative(demo_dir, demo_draft_dir):
+    draft = str(demo_draft_dir)
+    return InProcessEngine(demo_dir, spec="eagle4", draft=draft, spec_shape=SHAPE, max_model_len=1024)
+
+
+def alone(engine, prompts, expected):
+    answers = [engine.generate([p], greedy(len(e)))[0] for p, e in zip(prompts, expected, strict=True)]
+    return [a.token_ids for a in answers]
+
+
+def batch(engine, prompts, expected):
+    return [a.token_ids for a in engine.generate(prompts, [greedy(len(e)) for e in expected])]
+
+
+def test_plain_alone(plain, prompts, expected):
+    assert alone(plain, prompts, expected) == expected
+
+
+def test_plain_in_a_batch(plain, prompts, expected):
+    assert batch(plain, prompts, expected) == expected
+
+
+def test_speculation_alone(speculative, prompts, expected):
+    assert alone(speculative, prompts, expected) == expected
+
+
+def test_speculation_in_a_batch_and_its_accept_length(speculative, stored, prompts, expected):
+    answers = speculative.generate(prompts, greedy(NUM_GUARD_TOKENS))
+    got = [a.token_ids[: len(e)] for a, e in zip(answers, expected, strict=True)]
+    assert got == expected
+    guard = stored["accept_length"]
+    assert (guard["shape"], guard["tokens"]) == (SHAPE, NUM_GUARD_TOKENS)
+    assert accept_length(answers) == pytest.approx(guard["value"], rel=0.02)
