@@ -22,7 +22,7 @@ def target(tiny_model_dir):
     return tiny_model_dir("llama")
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3", "eagle4"])
+@pytest.fixture(scope="module", params=["eagle", "eagle4"])
 def make(request, target, tmp_path_factory):
     """make(**options) -> an engine with a draft of this method."""
     window = {} if request.param == "eagle" else {"sliding_window": WINDOW}

@@ -203,7 +203,9 @@ class Scheduler:
         then those behind it have to wait as well."""
         before = self.cache.num_available
         held = self.cache.allocate(match)
-        num_tokens = policy.tokens_to_cover(request.num_tokens, None, request.limit, self.limits.max_model_len)
+        num_tokens = policy.tokens_to_cover(
+            request.num_tokens, None, request.limit, self.limits.max_model_len
+        )
         num_tokens = max(num_tokens, request.num_tokens)  # its input in any case
         need = self.cache.num_pages_for(num_tokens) - len(held.pages)
         if need + self._headroom(shape) > self.cache.num_available:

@@ -31,7 +31,9 @@ class GraphSet:
         self.engine, self.buckets, self.shapes = engine, tuple(sorted(buckets)), shapes
         self._graphs: dict[tuple[int, Shape | None], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # one for all captures: each stream has a cuBLAS workspace of its own
+        self._stream = (
+            torch.cuda.Stream()
+        )  # one for all captures: each stream has a cuBLAS workspace of its own
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None]) -> None:

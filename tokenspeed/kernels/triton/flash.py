@@ -59,6 +59,12 @@ def check_layout(cache: torch.Tensor, *rows: torch.Tensor) -> None:
         raise ValueError("attention needs the heads of a row next to one another")
 
 
+def check_dense(*tensors: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that a kernel would misread: one that is not contiguous."""
+    if not all(t.is_contiguous() for t in tensors):
+        raise ValueError("attention needs contiguous lengths, masks, indices and paths")
+
+
 @functools.cache
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU (8 for a CPU, where Triton's interpreter runs)."""

@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed.kernels.triton.flash import check_layout, head_block, key_block, softmax_step
+from tokenspeed.kernels.triton.flash import (
+    check_dense,
+    check_layout,
+    head_block,
+    key_block,
+    softmax_step,
+)
 
 _LOG2E = 1.4426950408889634
 _STRETCH = 512
@@ -131,6 +137,7 @@ def tree_attention_invariant(
     batch, num_nodes, num_heads, dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     check_layout(k_cache, q)
+    check_dense(prefix_lens, indices, path_slots)
     out = torch.empty((batch, num_nodes, num_heads, dim), dtype=q.dtype, device=q.device)
     rows, depth = batch * num_nodes, path_slots.shape[-1]
     if not rows:

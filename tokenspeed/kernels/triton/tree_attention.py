@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.triton.flash import (
+    check_dense,
     check_layout,
     head_block,
     key_block,
@@ -171,6 +172,7 @@ def tree_attention(
     batch, num_nodes, num_heads, dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     check_layout(k_cache, q, tail_k, tail_v)
+    check_dense(prefix_lens, mask, indices)
     if tail_k.shape[1] > 64:
         raise ValueError(f"a tail has at most 64 keys, not {tail_k.shape[1]}")
     out = torch.empty((batch, num_nodes, num_heads, dim), dtype=q.dtype, device=q.device)

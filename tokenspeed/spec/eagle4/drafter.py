@@ -85,7 +85,7 @@ class EagleDrafter:
 
     def _rows(self, frontier: Frontier, indices: Tensor, mask: Tensor) -> TreeRows:
         """Rows of one step, all of a request with one index. indices: int64 [B, 1], mask: int64 [B, R]."""
-        indices = indices.expand_as(mask)
+        indices = indices.expand_as(mask).contiguous()
         return TreeRows(
             positions=self._rope(indices.flatten()),
             slots=None,
