@@ -32,7 +32,7 @@ test-compile:
 
 test-long:
 	@$(SETUP) --extra test
-	$(BIN)/python -m pytest -m "long and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --long -m "long and not gpu" $(PYTEST_ARGS)
 
 test-gpu:
 	@$(SETUP) --extra test

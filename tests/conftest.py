@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread costs more than it brings
+
 import pytest
 import torch
 from tiny import make_tiny_draft, make_tiny_model

@@ -18,6 +18,7 @@ class MemoryPlan:
     total: int  # what the engine may use
     parts: dict[str, int] = field(default_factory=dict)  # target, draft, workspace, graphs
     page_bytes: int = 0  # K/V of target and draft and the aux states of a page
+    draft_page_bytes: int = 0  # of them, the draft's share
     page_size: int = 16
     num_pages: int = 0  # with the dummy page
     max_num_seqs: int = 0
@@ -67,11 +68,14 @@ class MemoryPlan:
 
     def lines(self, max_model_len: int) -> list[str]:
         kv = self.num_pages * self.page_bytes
+        draft = self.num_pages * self.draft_page_bytes
         free = self.total - sum(self.parts.values()) - kv
-        sizes = f"{self._named()}, KV {kv / GIB:.2f}, free {free / GIB:.2f} of {self.total / GIB:.2f} GiB"
+        sizes = (
+            f"{self._named()}, KV {(kv - draft) / GIB:.2f}, draft KV {draft / GIB:.2f}, free {free / GIB:.2f}"
+        )
         full = self.num_tokens / max_model_len
         return [
-            f"memory: {sizes}",
+            f"memory: {sizes} of {self.total / GIB:.2f} GiB",
             f"KV cache: {self.num_tokens} tokens; {self.max_num_seqs} requests at once, "
             f"{full:.1f} of {max_model_len} tokens each",
         ]

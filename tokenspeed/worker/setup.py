@@ -96,9 +96,10 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         target.num_layers, config.page_size, target.num_kv_heads, target.head_dim, dtype
     )
     if drafter is not None:
-        plan.page_bytes += aux_size * element + KvPool.page_bytes(
+        plan.draft_page_bytes = aux_size * element + KvPool.page_bytes(
             1, config.page_size, draft_config.num_kv_heads, draft_config.head_dim, dtype
         )
+        plan.page_bytes += plan.draft_page_bytes
     plan.parts["workspace"] = _workspace(resolved, max_tokens, max_num_seqs, element, on_cpu)
     captured = not on_cpu and not config.enforce_eager
     if captured:
