@@ -91,7 +91,7 @@ class Ring:
         self.children: dict[str, subprocess.Popen] = {}
         self.info: dict[str, int | float | str] = {}
         self._pull = Pull(address(self.run_dir, "launcher"), ToLauncher)
-        self._death_read, self._death_write = os.pipe()
+        self._death_pipe = list(os.pipe())  # (read, write) until closed
         self._ready: set[str] = set()
 
     def __enter__(self) -> "Ring":
@@ -143,14 +143,13 @@ class Ring:
         for process in self.children.values():
             process.wait()
         self.children.clear()
-        for fd in (self._death_read, self._death_write):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        while self._death_pipe:  # a number closed twice may be another ring's by then
+            os.close(self._death_pipe.pop())
         self._pull.close()
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _start(self, who: str, listen_fd: int | None = None) -> None:
-        self.children[who] = start_child(who, self.resolved, self.info, self._death_read, listen_fd)
+        self.children[who] = start_child(who, self.resolved, self.info, self._death_pipe[0], listen_fd)
 
     def _note(self, message: Ready | Progress) -> None:
         if isinstance(message, Progress):

@@ -130,6 +130,7 @@ class LLM:
                 self._wait(self._client.close(), watch=False)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)
+            self._loop.close()
         self._ring.close()
 
     def __enter__(self) -> "LLM":

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from dense_attention import NUM_TOKENS, DenseCausal, tokens
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tokenspeed.attention.base import PrefillRows
@@ -149,12 +150,17 @@ def test_bfloat16_stays_near_transformers(tiny_model_dir, kind):
 def test_linear_forms_give_one_function(tiny_model_dir, dtype, rows):
     """Whichever product a CPU takes for a number of rows: the same function, and contiguous rows."""
     path = tiny_model_dir("llama", attention_bias=True)
+    stored = {k: v.double() for k, v in load_file(path / "model.safetensors").items()}
+    qkv_weight, qkv_bias = (
+        torch.cat([stored[f"model.layers.0.self_attn.{p}_proj.{what}"] for p in "qkv"])
+        for what in ("weight", "bias")
+    )
     model = load_model(path, load_model_config(path), "cpu", dtype)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).to(dtype)
     qkv = model.layers[0].attention.qkv
     tolerance = dict(atol=1e-4, rtol=1e-4) if dtype == torch.float32 else dict(atol=0.05, rtol=0.02)
     for ours, exact in (
-        (qkv.apply(x), x.double() @ qkv.weight.double().t() + qkv.bias.double()),
+        (qkv.apply(x), x.double() @ qkv_weight.t() + qkv_bias),
         (model.logits(x), x.double() @ model.head.table.weight.double().t()),
     ):
         assert ours.is_contiguous()
@@ -166,4 +172,4 @@ def test_one_copy_of_tied_weights(tiny_model_dir):
     model = load_model(path, load_model_config(path), "cpu", torch.bfloat16)
     assert model.head.table is model.embedding.table
     stored = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(path).parameters())
-    assert model.num_bytes == 2 * stored
+    assert model.num_bytes == 2 * stored + model.head.packed_bytes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokenspeed.layers.embedding import VocabTable
+from tokenspeed.layers.embedding import Head, VocabTable
 from tokenspeed.layers.parameter import Placement
 from tokenspeed.spec.eagle4.head import CandidateHead, FullHead, largest
 
@@ -38,7 +38,7 @@ def candidate_head(rank: int, c: int, offset: float = 0.0, token_ids=None) -> Ca
 
 @pytest.mark.parametrize("k", [1, 4, 64])
 def test_full_head(k):
-    head = FullHead(table(), None, CPU)
+    head = FullHead(Head(table(), CPU), None)
     ids, logprobs = head.topk(rows(), k)
     exact = (rows().double() @ table().weight.double().t()).log_softmax(1)
     best = exact.sort(1, descending=True)
@@ -48,14 +48,14 @@ def test_full_head(k):
 
 def test_full_head_of_a_reduced_vocabulary():
     token_ids = torch.arange(50) * 3 + 1
-    ids, logprobs = FullHead(table(1, 50), token_ids, CPU).topk(rows(), 3)
+    ids, logprobs = FullHead(Head(table(1, 50), CPU), token_ids).topk(rows(), 3)
     exact = (rows() @ table(1, 50).weight.t()).log_softmax(1)
     assert torch.equal(ids, exact.topk(3).indices * 3 + 1)
     torch.testing.assert_close(logprobs, exact.topk(3).values)
 
 
 def test_candidate_head_with_all_candidates_is_the_full_head():
-    full, low = FullHead(table(), None, CPU), candidate_head(H, V)
+    full, low = FullHead(Head(table(), CPU), None), candidate_head(H, V)
     (a, x), (b, y) = full.topk(rows(), 8), low.topk(rows(), 8)
     assert torch.equal(a, b)
     torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
@@ -63,7 +63,7 @@ def test_candidate_head_with_all_candidates_is_the_full_head():
 
 def test_candidate_head_of_full_rank_gives_exact_logprobs():
     """Exact low-rank scores make the candidates' share exact: log-probabilities over the whole vocabulary."""
-    full, low = FullHead(table(), None, CPU), candidate_head(H, 16)
+    full, low = FullHead(Head(table(), CPU), None), candidate_head(H, 16)
     (a, x), (b, y) = full.topk(rows(), 8), low.topk(rows(), 8)
     assert torch.equal(a, b)
     torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
@@ -91,7 +91,7 @@ def test_candidate_head_by_its_definition():
         torch.testing.assert_close(logprobs[r].double(), exact[order].log(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", [lambda: FullHead(table(), None, CPU), lambda: candidate_head(12, 40)])
+@pytest.mark.parametrize("make", [lambda: FullHead(Head(table(), CPU), None), lambda: candidate_head(12, 40)])
 def test_nan_and_zero_rows(make):
     out = rows(3)
     out[0], out[1] = torch.nan, 0.0
@@ -103,7 +103,7 @@ def test_nan_and_zero_rows(make):
 
 
 def test_ties_of_the_full_head_go_to_the_lowest_ids():
-    assert FullHead(table(), None, CPU).topk(torch.zeros(2, H), 9)[0].tolist() == [list(range(9))] * 2
+    assert FullHead(Head(table(), CPU), None).topk(torch.zeros(2, H), 9)[0].tolist() == [list(range(9))] * 2
 
 
 @pytest.mark.parametrize("size", [5, 64, 1000, 4097])

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenspeed.distributed.comm import all_gather, all_reduce
-from tokenspeed.layers.linear import choose_matmul
+from tokenspeed.layers.linear import Linear, Matmul
 from tokenspeed.layers.parameter import Param, Params, Placement
 
 
@@ -46,16 +46,32 @@ class Head:
 
     def __init__(self, table: VocabTable, place: Placement):
         self.table = table
-        self._matmul = choose_matmul(place)
-        if self._matmul is F.linear and place.device.type == "cpu" and place.dtype == torch.float32:
-            self._matmul = _float32_on_cpu
+        self._linear = Linear(table.weight, None, place, _matmul(place))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of a packed copy of the table, if there is one."""
+        weight = self.table.weight
+        return 0 if self._linear.weight is weight else weight.numel() * weight.element_size()
 
     def apply(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> float32 [R, V], contiguous. The product is rounded to the model's dtype first."""
-        logits = self._matmul(hidden, self.table.weight, None).float()
+        """hidden [R, H] -> float32 [R, V], contiguous. On a CPU, and where bits may not depend on R, the product
+        is rounded to the model's dtype first."""
+        logits = self._linear.apply(hidden).float()
         if self.table.tp.size == 1:
             return logits
         return all_gather(logits, self.table.tp)[:, : self.table.vocab_size].contiguous()
+
+
+def _matmul(place: Placement) -> Matmul:
+    if place.dtype == torch.float32:
+        return _float32_on_cpu if place.device.type == "cpu" else F.linear
+    return _sums if place.device.type == "cuda" else F.linear
+
+
+def _sums(x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    """x W^T as it was summed, float32: rounded to bfloat16, one position in fifty has two best tokens."""
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def _float32_on_cpu(x: Tensor, weight: Tensor, bias: None) -> Tensor:

@@ -1,5 +1,6 @@
 """How a layer is built (device, dtype, ranks) and where a checkpoint's tensor goes in it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +17,15 @@ class Placement:
     dtype: torch.dtype
     tp: TensorParallel = field(default_factory=TensorParallel)
     batch_invariant: bool = False  # matmuls whose bits for a row don't depend on the other rows
+    on_loaded: list[Callable[[], None]] = field(default_factory=list)  # what layers do with loaded weights
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def finish(self) -> None:
+        """Call when every parameter is loaded; `params` of the layers can't be used any more."""
+        while self.on_loaded:
+            self.on_loaded.pop()()
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class Param:
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     dim: int = 0
     start: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.numel() * self.target.element_size()
 
     def load(self, source: Tensor) -> None:
         """Copies this rank's part of `source`, in the target's dtype and on its device.

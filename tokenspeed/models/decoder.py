@@ -65,6 +65,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, place: Placement):
         self.config, self.place = config, place
+        self.num_bytes = 0  # memory of this rank's weights, once loaded
         table = VocabTable(config.vocab_size, config.hidden_size, place)
         self.embedding = Embedding(table)
         self.layers = [DecoderLayer(config, place) for _ in range(config.num_layers)]
@@ -115,11 +116,6 @@ class Decoder:
         if not self.config.tie_word_embeddings:
             found |= self.head.table.params("lm_head.")
         return found
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of this rank's weights."""
-        return sum(p.target.numel() * p.target.element_size() for p in self.params().values())
 
 
 def _places(layer: int, aux_layers: tuple[int, ...]) -> list[int]:

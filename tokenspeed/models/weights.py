@@ -37,6 +37,9 @@ def load_model(
     except ValueError as error:  # TensorParallel.share
         raise ConfigError(f"--tensor-parallel-size does not fit {model_dir}: {error}") from None
     load_params(model_dir, model.params(), model.ignored, progress)
+    params_bytes = sum(param.num_bytes for param in model.params().values())
+    place.finish()
+    model.num_bytes = params_bytes + model.head.packed_bytes
     return model
 
 

@@ -8,14 +8,11 @@ import triton.language as tl
 
 
 @triton.jit
-def softmax_step(
-    q, k, v, visible, scale, peak, total, acc, PRECISION: tl.constexpr, FINE: tl.constexpr = False
-):
+def softmax_step(q, k, v, visible, scale, peak, total, acc, PRECISION: tl.constexpr):
     """Folds a block of keys into the running softmax (Milakov and Gimelshein 2018), base 2.
 
     q [R, D], k [D, S], v [S, D], visible bool [R, S]; scale includes log2(e).
-    peak, total [R] and acc [R, D] are float32. FINE: the weights are not rounded to v's dtype, at the price of a second
-    product. Meant to bring trees nearer to plain decoding in bf16; measured, it did not (docs/exactness.md).
+    peak, total [R] and acc [R, D] are float32.
     """
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     scores = tl.where(visible, scores, float("-inf"))
@@ -24,10 +21,7 @@ def softmax_step(
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(peak - base)
     total = total * decay + tl.sum(weights, 1)
-    rounded = weights.to(v.dtype)
-    acc = acc * decay[:, None] + tl.dot(rounded, v, input_precision=PRECISION)
-    if FINE and v.dtype != tl.float32:
-        acc += tl.dot((weights - rounded.to(tl.float32)).to(v.dtype), v, input_precision=PRECISION)
+    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return new_peak, total, acc
 
 

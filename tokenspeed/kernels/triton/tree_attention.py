@@ -96,7 +96,7 @@ def tree_attention_kernel(
         visible = inside[None, :] & present[:, None]
         if WINDOWED:
             visible = visible & (keys[None, :] > own[:, None] - window)
-        peak, total, acc = softmax_step(queries, k, v, visible, scale, peak, total, acc, PRECISION, True)
+        peak, total, acc = softmax_step(queries, k, v, visible, scale, peak, total, acc, PRECISION)
 
     if split == num_splits - 1:
         bits = tl.load(mask + request * num_nodes + node, present, 0)
@@ -110,7 +110,7 @@ def tree_attention_kernel(
             # The shift count is kept below 64, where it would be undefined.
             seen = (bits[:, None] >> tl.minimum(keys, 63)[None, :].to(tl.int64)) & 1
             visible = (seen != 0) & inside[None, :]
-            peak, total, acc = softmax_step(queries, k, v, visible, scale, peak, total, acc, PRECISION, True)
+            peak, total, acc = softmax_step(queries, k, v, visible, scale, peak, total, acc, PRECISION)
 
     row_at = (request * num_nodes + node) * (NUM_KV_HEADS * GROUP) + q_head
     if SPLIT:

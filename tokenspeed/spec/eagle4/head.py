@@ -15,18 +15,17 @@ class FullHead:
     """Exact logits of every token the draft knows.
 
     Args:
-        table: [V_draft, H] rows of lm_head, the draft's own or one that the target or the draft's embedding
-        shares. token_ids: int64 [V_draft] target id of each draft id (d2t); None where they are the same.
+        head: of V_draft tokens, the draft's own or the target's.
+        token_ids: int64 [V_draft] target id of each draft id (d2t); None where they are the same.
     """
 
-    def __init__(self, table: VocabTable, token_ids: Tensor | None, place: Placement):
-        self.table, self.token_ids = table, token_ids
-        self._head = Head(table, place)
+    def __init__(self, head: Head, token_ids: Tensor | None):
+        self.token_ids, self._head = token_ids, head
 
     @property
     def num_tokens(self) -> int:
         """The most that topk can give."""
-        return self.table.vocab_size
+        return self._head.table.vocab_size
 
     def topk(self, out: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """out [R, H] -> target ids int64 [R, k] and log-probabilities float32 [R, k], best first.
@@ -43,7 +42,9 @@ class CandidateHead:
     """A rank-r head picks c candidates, whose rows of lm_head give exact logits (EAGLE4.md).
 
     Args:
-        table, token_ids: as for FullHead.
+        table: [V_draft, H] rows of lm_head, the draft's own or one that the target or the draft's embedding
+            shares.
+        token_ids: as for FullHead.
         rank: r. num_candidates: c.
     """
 

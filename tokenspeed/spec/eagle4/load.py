@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tokenspeed.errors import ConfigError
-from tokenspeed.layers.embedding import VocabTable
+from tokenspeed.layers.embedding import Head, VocabTable
 from tokenspeed.layers.rotary import rope_table
 from tokenspeed.models.decoder import Decoder
 from tokenspeed.models.weights import Progress, load_params
@@ -72,14 +72,16 @@ def load_drafter(
     token_ids = _token_ids(tensors, place.device)
     ignored: tuple[str, ...] = ("d2t", "t2d")
     if config.rank is None or full_head:
-        head = FullHead(table, token_ids, place)
+        shared = table is target.head.table
+        head = FullHead(target.head if shared else Head(table, place), token_ids)
         ignored += CANDIDATE_TENSORS
     else:
         head = CandidateHead(table, token_ids, config.rank, config.num_candidates, place)
         params |= head.params()
     load_params(path, params, ignored, progress, canonical)
     cos_sin = rope_table(config.rope, config.head_dim, context + MAX_STEPS + 1, place.device)
-    num_bytes = sum(p.target.numel() * p.target.element_size() for p in params.values())
+    num_bytes = sum(param.num_bytes for param in params.values())
+    place.finish()
     return EagleDrafter(model, head, cos_sin, attention, num_bytes)
 
 

@@ -14,7 +14,7 @@ from tokenspeed import kernels
 from tokenspeed.distributed.groups import TensorParallel
 from tokenspeed.layers.attention import Attend, SelfAttention
 from tokenspeed.layers.embedding import Embedding, VocabTable
-from tokenspeed.layers.linear import ColumnParallel, choose_matmul
+from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.parameter import Param, Params, Placement
@@ -57,10 +57,10 @@ class DraftModel:
         self.attention = SelfAttention(
             2 * h if c.wide else h, h, c.num_heads, c.num_kv_heads, c.head_dim, place, qkv_bias, o_bias
         )
+        self._kv = self.attention.qkv.last(2)
         self.post_norm = RMSNorm(h, eps, place)
         self.mlp = GatedMLP(h, c.intermediate_size, place)
         self.norm = RMSNorm(h, eps, place) if c.wide else None
-        self._matmul = choose_matmul(place)
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [T, A] target states -> state [T, H] of a first step; fresh for EAGLE-3 and 4, else aux."""
@@ -82,11 +82,8 @@ class DraftModel:
             k (not rotated yet) and v, [T, Hkv, D] both, views of one buffer.
         """
         x, _ = self._input(tokens, state)
-        attention, dim = self.attention, self.config.head_dim
-        first = attention.num_heads * dim  # k and v rows follow q's
-        bias = None if attention.qkv.bias is None else attention.qkv.bias[first:]
-        heads = self._matmul(x, attention.qkv.weight[first:], bias).view(x.shape[0], -1, dim)
-        k, v = heads.split(attention.num_kv_heads, dim=1)
+        heads = self._kv.apply(x).view(x.shape[0], -1, self.config.head_dim)
+        k, v = heads.split(self.attention.num_kv_heads, dim=1)
         return k, v
 
     def layer(self, tokens: Tensor, state: Tensor, attn: Attend) -> tuple[Tensor, Tensor]:
