@@ -8,7 +8,15 @@ import pytest
 
 from tokenspeed.config import Config, Shape
 from tokenspeed.errors import ConfigError
-from tokenspeed.spec.plan import DEFAULT_SHAPE, StaticPlan, check_shape, parse_shape, speculation
+from tokenspeed.spec.plan import (
+    CPU_SHAPE,
+    GPU_SHAPE,
+    StaticPlan,
+    check_shape,
+    default_shape,
+    parse_shape,
+    speculation,
+)
 
 
 def vllm(**keys) -> Config:
@@ -29,23 +37,23 @@ def sglang(steps=None, topk=None, nodes=None, algorithm="EAGLE3", **more) -> Con
     ("config", "expected"),
     [
         (Config(), ("none", None, None)),
-        (Config(spec="eagle4"), ("eagle4", None, DEFAULT_SHAPE)),
+        (Config(spec="eagle4"), ("eagle4", None, default_shape("auto"))),
         (Config(spec="eagle3", draft="d", spec_shape="12/4/16"), ("eagle3", "d", Shape(12, 4, 16))),
         (vllm(method="eagle3", model="d", num_speculative_tokens=2), ("eagle3", "d", Shape(2, 1, 3))),
         (
             vllm(method="eagle", model="d", num_speculative_tokens=16, draft_tensor_parallel_size=1),
             ("eagle", "d", Shape(16, 1, 17)),
         ),
-        (vllm(method="eagle4"), ("eagle4", None, DEFAULT_SHAPE)),
-        (Config(spec="eagle3", speculative_config='{"model": "d"}'), ("eagle3", "d", DEFAULT_SHAPE)),
+        (vllm(method="eagle4"), ("eagle4", None, default_shape("auto"))),
+        (Config(spec="eagle3", speculative_config='{"model": "d"}'), ("eagle3", "d", default_shape("auto"))),
         (sglang(5, 4, 8, draft="d"), ("eagle3", "d", Shape(5, 4, 8))),
         (sglang(3, 1, 4), ("eagle3", None, Shape(3, 1, 4))),
         (sglang(3), ("eagle3", None, Shape(3, 1, 4))),
         (sglang(nodes=4), ("eagle3", None, Shape(3, 1, 4))),
         (sglang(3, 4), ("eagle3", None, Shape(3, 4, 13))),
         (sglang(8, 9), ("eagle3", None, Shape(8, 9, 64))),
-        (sglang(algorithm="EAGLE4"), ("eagle4", None, DEFAULT_SHAPE)),
-        (sglang(algorithm="eagle"), ("eagle", None, DEFAULT_SHAPE)),
+        (sglang(algorithm="EAGLE4"), ("eagle4", None, default_shape("auto"))),
+        (sglang(algorithm="eagle"), ("eagle", None, default_shape("auto"))),
         (sglang(5, 4, 8, spec="eagle3", spec_shape="5/4/8"), ("eagle3", None, Shape(5, 4, 8))),
     ],
 )
@@ -137,10 +145,25 @@ def test_shape_bounds_agree_with_counting():
 
 
 def test_parse_and_print_agree():
-    for shape in (Shape(8, 4, 16), Shape(1, 1, 2), Shape(16, 4, 64), DEFAULT_SHAPE):
+    for shape in (Shape(8, 4, 16), Shape(1, 1, 2), Shape(16, 4, 64), CPU_SHAPE, GPU_SHAPE):
         assert parse_shape(str(shape)) == shape
 
 
 def test_static_plan():
     assert StaticPlan(Shape(5, 4, 16)).choose(64) == Shape(5, 4, 16)
     assert StaticPlan(None).choose(1) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "shape"),
+    [
+        ("cpu", "/dev/nvidiactl", CPU_SHAPE),
+        ("cuda", None, GPU_SHAPE),
+        ("auto", None, CPU_SHAPE),
+        ("auto", "/dev/nvidiactl", GPU_SHAPE),
+        ("auto", "/dev/kfd", GPU_SHAPE),
+    ],
+)
+def test_the_default_tree_follows_the_device(monkeypatch, device, found, shape):
+    monkeypatch.setattr("os.path.exists", lambda path: path == found)
+    assert default_shape(device) == shape

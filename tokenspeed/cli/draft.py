@@ -16,7 +16,7 @@ from tokenspeed.cli.args import Parser, add_config, make_config, overrides, posi
 from tokenspeed.config import Config, Shape, check_option
 from tokenspeed.errors import ConfigError
 from tokenspeed.progress import Bars
-from tokenspeed.spec.plan import DEFAULT_SHAPE, parse_shape, speculation
+from tokenspeed.spec.plan import default_shape, parse_shape, speculation
 
 TOLERANCE = 0.05  # of the accept length, between the two ways to count it
 
@@ -44,7 +44,7 @@ def _eval(argv: list[str]) -> int:
         config = dataclasses.replace(config, spec="eagle4")
     shapes = [parse_shape(text) for text in args.shape]
     if not shapes:
-        shapes = [speculation(config)[2] or DEFAULT_SHAPE]
+        shapes = [speculation(config)[2] or default_shape(config.device)]
     check_option("temperature", args.temperature, (), (0.0, 2.0))
     prompts = load_prompts(args.prompts, args.num_prompts)
     require_torch()

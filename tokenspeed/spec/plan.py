@@ -1,13 +1,18 @@
 """Which tree shape a step uses, and what the spellings of speculation mean. No torch (scheduler)."""
 
 import json
+import os
 from typing import Any
 
 from tokenspeed.config import METHODS, Config, Shape
 from tokenspeed.errors import ConfigError
 
 MAX_STEPS, MAX_NODES, MAX_LANES = 16, 64, 64
-DEFAULT_SHAPE = Shape(8, 4, 16)
+GPU_SHAPE = Shape(8, 4, 16)
+CPU_SHAPE = Shape(
+    6, 4, 16
+)  # a draft step costs more there: 50.4 tok/s, and 46.9 with 8/4/16 (the demo, 2 cores)
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, WSL
 
 # SGLang's names. Its others (NEXTN, NGRAM, STANDALONE, ...) are methods that this engine does not have.
 _ALGORITHMS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "EAGLE4": "eagle4"}
@@ -23,6 +28,12 @@ class StaticPlan:
     def choose(self, batch_size: int) -> Shape | None:
         """The tree for a round of `batch_size` requests; None is a plain round."""
         return self.shape
+
+
+def default_shape(device: str) -> Shape:
+    """The tree for --device `device`; "auto" is a GPU if the system has one."""
+    on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DEVICES)))
+    return CPU_SHAPE if on_cpu else GPU_SHAPE
 
 
 def parse_shape(text: str) -> Shape:
@@ -57,7 +68,7 @@ def speculation(config: Config) -> tuple[str, str | None, Shape | None]:
     Returns:
         method: one of METHODS.
         draft: the draft as the user named it, or None.
-        shape: the tree; `DEFAULT_SHAPE` where none is given, None for method "none".
+        shape: the tree; `default_shape` where none is given, None for method "none".
 
     Raises:
         ConfigError: an option is wrong, or two contradict each other (both are named).
@@ -82,7 +93,7 @@ def speculation(config: Config) -> tuple[str, str | None, Shape | None]:
         for name, value in drafts + shapes:
             raise ConfigError(f"{name} {value} needs a method; add --spec eagle4 (or eagle3, eagle)")
         return "none", None, None
-    return method, _agreed(drafts), _agreed(shapes) or DEFAULT_SHAPE
+    return method, _agreed(drafts), _agreed(shapes) or default_shape(config.device)
 
 
 def _agreed(claims: list[tuple[str, Any]]) -> Any:
