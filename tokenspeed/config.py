@@ -82,7 +82,7 @@ class Config:
     )
     speculative_config: str | None = option(
         None,
-        "vLLM's JSON: method, model, num_speculative_tokens, draft_tensor_parallel_size",
+        "vLLM's JSON: method, model, num_speculative_tokens, draft_tensor_parallel_size, disable_by_batch_size",
         "speculation",
         "-sc",
         metavar="JSON",
@@ -94,6 +94,9 @@ class Config:
     speculative_eagle_topk: int | None = option(None, "K of --spec-shape", "speculation")
     speculative_num_draft_tokens: int | None = option(
         None, "N of --spec-shape (counts the root)", "speculation"
+    )
+    speculative_disable_by_batch_size: int | None = option(
+        None, "requests in a round above which it does not speculate", "speculation", bounds=(1, None)
     )
     draft_head: str = option(
         "candidate",
@@ -196,4 +199,5 @@ class Resolved:
     method: str = "none"
     draft_dir: str | None = None
     shapes: tuple[Shape, ...] = ()  # tree shapes in use; the first is the default
+    plain_above: int | None = None  # requests in a round above which it is a plain one
     run_dir: str = ""  # private 0700 directory of the sockets

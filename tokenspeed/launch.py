@@ -22,7 +22,7 @@ from tokenspeed.ipc.process import start_child
 from tokenspeed.models.config import load_model_config
 from tokenspeed.progress import Bars
 from tokenspeed.spec.eagle4.config import check_draft
-from tokenspeed.spec.plan import speculation
+from tokenspeed.spec.plan import plain_above, speculation
 
 LOAD_TIMEOUT = 3600.0  # seconds for weights to load and graphs to be captured
 DEATH_GRACE = 2.0  # seconds the server gets to end open streams when a process has died
@@ -42,6 +42,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None]) -> Resolv
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(config, name)} is not supported yet; leave it at 1")
     method, draft, shape = speculation(config)
+    limit = plain_above(config)
     model_dir = resolve_model(config.model, config.revision, progress)
     model = load_model_config(model_dir)
     max_len = config.max_model_len or model.max_position_embeddings
@@ -63,7 +64,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None]) -> Resolv
         return resolved
     draft_dir = resolve_draft(draft, config.model, model_dir, method)
     check_draft(draft_dir, method, model, model_dir, shape.steps)
-    return replace(resolved, draft_dir=str(draft_dir), shapes=(shape,))
+    return replace(resolved, draft_dir=str(draft_dir), shapes=(shape,), plain_above=limit)
 
 
 def listen(host: str, port: int) -> socket.socket:

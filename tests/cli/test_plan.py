@@ -15,6 +15,7 @@ from tokenspeed.spec.plan import (
     check_shape,
     default_shape,
     parse_shape,
+    plain_above,
     speculation,
 )
 
@@ -152,6 +153,46 @@ def test_parse_and_print_agree():
 def test_static_plan():
     assert StaticPlan(Shape(5, 4, 16)).choose(64) == Shape(5, 4, 16)
     assert StaticPlan(None).choose(1) is None
+
+
+def test_above_a_batch_size_rounds_are_plain():
+    plan = StaticPlan(Shape(5, 4, 16), 8)
+    assert [plan.choose(n) for n in (1, 8, 9, 64)] == [Shape(5, 4, 16)] * 2 + [None] * 2
+
+
+BOTH = '{"method": "eagle4", "disable_by_batch_size": 4}'
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (Config(), None),
+        (Config(spec="eagle4"), None),
+        (Config(spec="eagle4", speculative_disable_by_batch_size=8), 8),
+        (vllm(method="eagle4", disable_by_batch_size=4), 4),
+        (Config(speculative_config=BOTH, speculative_disable_by_batch_size=4), 4),
+    ],
+)
+def test_batch_size_limits(config, limit):
+    assert plain_above(config) == limit
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Config(speculative_disable_by_batch_size=8), "--speculative-disable-by-batch-size 8 needs a method"),
+        (vllm(method="eagle4", disable_by_batch_size=0), "disable_by_batch_size must be a whole number"),
+        (vllm(method="eagle4", disable_by_batch_size=True), "disable_by_batch_size must be a whole number"),
+        (vllm(method="eagle4", disable_by_batch_size="8"), "disable_by_batch_size must be a whole number"),
+        (
+            Config(speculative_config=BOTH, speculative_disable_by_batch_size=5),
+            "says 5, but --speculative-config disable_by_batch_size says 4",
+        ),
+    ],
+)
+def test_wrong_batch_size_limits(config, words):
+    with pytest.raises(ConfigError, match=words):
+        plain_above(config)
 
 
 @pytest.mark.parametrize(

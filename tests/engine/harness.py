@@ -40,7 +40,9 @@ class InProcessEngine:
             enable_prefix_caching=self.resolved.config.enable_prefix_caching,
         )
         shapes = self.resolved.shapes
-        self.scheduler = Scheduler(limits, StaticPlan(shapes[0] if shapes else None))
+        self.scheduler = Scheduler(
+            limits, StaticPlan(shapes[0] if shapes else None, self.resolved.plain_above)
+        )
         self.answers: dict[int, Answer] = {}  # by request number
         self._under_way: deque[Launched] = deque()
         self._next_rid = 0

@@ -127,7 +127,7 @@ def run(child: Child) -> None:
         eos_token_ids=resolved.eos_token_ids,
         enable_prefix_caching=resolved.config.enable_prefix_caching,
     )
-    plan = StaticPlan(resolved.shapes[0] if resolved.shapes else None)
+    plan = StaticPlan(resolved.shapes[0] if resolved.shapes else None, resolved.plain_above)
     pull = Pull(address(resolved.run_dir, "scheduler"), ToScheduler)
     loop = SchedulerLoop(
         Scheduler(limits, plan),

@@ -16,17 +16,25 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, WSL
 
 # SGLang's names. Its others (NEXTN, NGRAM, STANDALONE, ...) are methods that this engine does not have.
 _ALGORITHMS = {"EAGLE": "eagle", "EAGLE3": "eagle3", "EAGLE4": "eagle4"}
-_CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size")
+_CONFIG_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "draft_tensor_parallel_size",
+    "disable_by_batch_size",
+)
 
 
 class StaticPlan:
-    """One shape for every step, or plain rounds."""
+    """One shape for every round of at most `plain_above` requests (None: of any size); else plain rounds."""
 
-    def __init__(self, shape: Shape | None):
-        self.shape = shape
+    def __init__(self, shape: Shape | None, plain_above: int | None = None):
+        self.shape, self.plain_above = shape, plain_above
 
     def choose(self, batch_size: int) -> Shape | None:
         """The tree for a round of `batch_size` requests; None is a plain round."""
+        if self.plain_above is not None and batch_size > self.plain_above:
+            return None
         return self.shape
 
 
@@ -96,6 +104,24 @@ def speculation(config: Config) -> tuple[str, str | None, Shape | None]:
     return method, _agreed(drafts), _agreed(shapes) or default_shape(config.device)
 
 
+def plain_above(config: Config) -> int | None:
+    """Requests in a round above which it does not speculate: our option or vLLM's key. Raises ConfigError."""
+    claims: list[tuple[str, Any]] = []
+    if config.speculative_disable_by_batch_size is not None:
+        claims.append(("--speculative-disable-by-batch-size", config.speculative_disable_by_batch_size))
+    if config.speculative_config is not None:
+        limit = _vllm_object(config.speculative_config).get("disable_by_batch_size")
+        name = "--speculative-config disable_by_batch_size"
+        if limit is not None:
+            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {limit!r}")
+            claims.append((name, limit))
+    limit = _agreed(claims)
+    if limit is not None and speculation(config)[0] == "none":
+        raise ConfigError(f"{claims[0][0]} {limit} needs a method; add --spec eagle4 (or eagle3, eagle)")
+    return limit
+
+
 def _agreed(claims: list[tuple[str, Any]]) -> Any:
     """The one value that all claims give; None without claims."""
     if not claims:
@@ -109,15 +135,7 @@ def _agreed(claims: list[tuple[str, Any]]) -> Any:
 
 def _add_vllm(text: str | dict[str, Any], methods: list, drafts: list, shapes: list) -> None:
     """Adds what vLLM's speculative_config says. `LLM(...)` may hand over the dictionary itself."""
-    name = "--speculative-config"
-    try:
-        given = json.loads(text) if isinstance(text, str) else text
-    except ValueError as error:
-        raise ConfigError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{name} must be a JSON object, not {text!r}")
-    if unknown := [key for key in given if key not in _CONFIG_KEYS]:
-        raise ConfigError(f"{name}: key {unknown[0]!r} is not supported; keys: {', '.join(_CONFIG_KEYS)}")
+    name, given = "--speculative-config", _vllm_object(text)
     method, model = given.get("method"), given.get("model")
     if method is not None:
         if method not in METHODS[1:]:
@@ -136,6 +154,19 @@ def _add_vllm(text: str | dict[str, Any], methods: list, drafts: list, shapes: l
     size = given.get("draft_tensor_parallel_size")
     if size is not None and (isinstance(size, bool) or size != 1):
         raise ConfigError(f"{name}: draft_tensor_parallel_size must be 1, not {size!r}")
+
+
+def _vllm_object(text: str | dict[str, Any]) -> dict[str, Any]:
+    name = "--speculative-config"
+    try:
+        given = json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{name} must be a JSON object, not {text!r}")
+    if unknown := [key for key in given if key not in _CONFIG_KEYS]:
+        raise ConfigError(f"{name}: key {unknown[0]!r} is not supported; keys: {', '.join(_CONFIG_KEYS)}")
+    return given
 
 
 def _algorithm(name: str) -> str:
