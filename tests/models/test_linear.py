@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tokenspeed.layers.linear import ColumnParallel, RowParallel, can_pack
 from tokenspeed.layers.parameter import Placement
 
-pytestmark = pytest.mark.skipif(not can_pack(), reason="this CPU has no packed bfloat16 product")
+needs_packing = pytest.mark.skipif(not can_pack(), reason="this CPU has no packed bfloat16 product")
 PARTS = {"q": 40, "k": 24, "v": 24}
 
 
@@ -24,6 +24,7 @@ def fill(layer, seed: int) -> None:
         param.target.normal_(generator=generator)
 
 
+@needs_packing
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 15, 16, 100])
 def test_packed_weights_give_the_same_bits(rows, bias):
@@ -40,6 +41,7 @@ def test_packed_weights_give_the_same_bits(rows, bias):
     assert torch.equal(plain[0][:, 40:], plain[1])
 
 
+@needs_packing
 def test_the_plain_weight_is_freed():
     place = bfloat16()
     layer = ColumnParallel(56, PARTS, place)
@@ -65,6 +67,7 @@ def test_others_stay_plain(place):
     assert not place.on_loaded and layer._linear.weight.layout == torch.strided
 
 
+@needs_packing
 def test_finishing_twice_packs_once():
     place = bfloat16()
     layer = ColumnParallel(56, PARTS, place)

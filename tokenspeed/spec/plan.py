@@ -9,9 +9,8 @@ from tokenspeed.errors import ConfigError
 
 MAX_STEPS, MAX_NODES, MAX_LANES = 16, 64, 64
 GPU_SHAPE = Shape(8, 4, 16)
-CPU_SHAPE = Shape(
-    6, 4, 16
-)  # a draft step costs more there: 50.4 tok/s, and 46.9 with 8/4/16 (the demo, 2 cores)
+# A draft step costs more on a CPU, beside a target pass. To compare: benchmarks/cpu_transformers.py --shape S/K/N.
+CPU_SHAPE = Shape(6, 4, 16)
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, WSL
 
 # SGLang's names. Its others (NEXTN, NGRAM, STANDALONE, ...) are methods that this engine does not have.
