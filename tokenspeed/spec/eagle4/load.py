@@ -71,9 +71,11 @@ def load_drafter(
         table = target.head.table
     token_ids = _token_ids(tensors, place.device)
     ignored: tuple[str, ...] = ("d2t", "t2d")
+    own_head = None
     if config.rank is None or full_head:
-        shared = table is target.head.table
-        head = FullHead(target.head if shared else Head(table, place), token_ids)
+        if table is not target.head.table:
+            own_head = Head(table, place)
+        head = FullHead(own_head or target.head, token_ids)
         ignored += CANDIDATE_TENSORS
     else:
         head = CandidateHead(table, token_ids, config.rank, config.num_candidates, place)
@@ -82,6 +84,8 @@ def load_drafter(
     cos_sin = rope_table(config.rope, config.head_dim, context + MAX_STEPS + 1, place.device)
     num_bytes = sum(param.num_bytes for param in params.values())
     place.finish()
+    if own_head is not None:
+        num_bytes += own_head.packed_bytes
     return EagleDrafter(model, head, cos_sin, attention, num_bytes)
 
 
