@@ -7,30 +7,47 @@ namespace {
 
 constexpr int kVecs = 4;
 
-template <typename T>
-cudaError_t launch(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t stride_x,
-                   int64_t stride_residual, int size, float eps, cudaStream_t stream) {
-    const int vecs = size / tokenspeed::Vec<T>::kSize;
+struct Call {
+    const void* x;
+    void* residual;
+    const void* weight;
+    void* out;
+    int64_t rows, stride_x, stride_residual;
+    int size;
+    float eps;
+    cudaStream_t stream;
+};
+
+template <typename X, typename R, typename T>
+cudaError_t launch(const Call& c) {
+    const int vecs = c.size / tokenspeed::kWidth;
     const int threads = std::min(std::max((vecs + 31) / 32 * 32, 32), 1024);
-    if (size % tokenspeed::Vec<T>::kSize != 0 || vecs > kVecs * threads) return cudaErrorInvalidValue;
-    tokenspeed::add_rms_norm<T, kVecs><<<rows, threads, 0, stream>>>(
-        static_cast<const T*>(x), static_cast<T*>(residual), static_cast<const T*>(weight), static_cast<T*>(out),
-        stride_x, stride_residual, size, eps);
+    if (c.size % tokenspeed::kWidth != 0 || vecs > kVecs * threads) return cudaErrorInvalidValue;
+    tokenspeed::add_rms_norm<X, R, T, kVecs><<<c.rows, threads, 0, c.stream>>>(
+        static_cast<const X*>(c.x), static_cast<R*>(c.residual), static_cast<const T*>(c.weight),
+        static_cast<T*>(c.out), c.stride_x, c.stride_residual, c.size, c.eps);
     return cudaGetLastError();
+}
+
+// x and the residual stream have the weight's dtype or are float32.
+template <typename T>
+cudaError_t launch(const Call& c, bool wide_x, bool wide_residual) {
+    if (wide_x) return wide_residual ? launch<float, float, T>(c) : launch<float, T, T>(c);
+    return wide_residual ? launch<T, float, T>(c) : launch<T, T, T>(c);
 }
 
 }  // namespace
 
-// dtype: 0 float32, 1 float16, 2 bfloat16. Returns a cudaError_t, 0 for success.
+// dtype of the weight: 0 float32, 1 float16, 2 bfloat16. Returns a cudaError_t, 0 for success.
 extern "C" int tokenspeed_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
                                        int64_t stride_x, int64_t stride_residual, int size, float eps, int dtype,
-                                       void* stream) {
-    auto on = static_cast<cudaStream_t>(stream);
+                                       int wide_x, int wide_residual, void* stream) {
+    const Call call{x,      residual, weight, out, rows, stride_x, stride_residual, size,
+                    eps,    static_cast<cudaStream_t>(stream)};
     switch (dtype) {
-        case 0: return launch<float>(x, residual, weight, out, rows, stride_x, stride_residual, size, eps, on);
-        case 1: return launch<__half>(x, residual, weight, out, rows, stride_x, stride_residual, size, eps, on);
-        case 2:
-            return launch<__nv_bfloat16>(x, residual, weight, out, rows, stride_x, stride_residual, size, eps, on);
+        case 0: return launch<float, float, float>(call);
+        case 1: return launch<__half>(call, wide_x, wide_residual);
+        case 2: return launch<__nv_bfloat16>(call, wide_x, wide_residual);
         default: return cudaErrorInvalidValue;
     }
 }

@@ -59,11 +59,12 @@ def _trees() -> Iterator[Build]:
 BUILDS: dict[str, list[Build]] = {
     "rms_norm_kernel": [
         Build(dict(SIZE=576, BLOCK=1024), _ALL, 2),
-        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8),
+        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("x", "*fp32"),)),
     ],
     "add_rms_norm_kernel": [
         Build(dict(SIZE=576, BLOCK=1024), _ALL, 2),
-        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8),
+        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("residual", "*fp32"),)),
+        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("x", "*fp32"), ("residual", "*fp32"))),
     ],
     "silu_and_mul_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "rope_store_kv_kernel": [

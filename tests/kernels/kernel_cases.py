@@ -63,6 +63,10 @@ def case_rms_norm(fn: Callable, m: Maker) -> None:
     got = fn(heads, weight, 1e-6)
     assert got.is_contiguous()
     close(got, reference.rms_norm(heads, weight, 1e-6))
+    wide = m.normal(3, 64).float()  # the residual stream before the first layer
+    got = fn(wide, weight := m.normal(64), 1e-5)
+    assert got.dtype == m.dtype
+    close(got, reference.rms_norm(wide, weight, 1e-5))
     assert fn(m.normal(0, 32), m.normal(32), 1e-5).shape == (0, 32)
 
 
@@ -71,6 +75,17 @@ def case_add_rms_norm(fn: Callable, m: Maker) -> None:
         x, residual, weight = m.normal(rows, size), m.normal(rows, size), m.normal(size)
         other = residual.clone()
         close(fn(x, residual, weight, 1e-5), reference.add_rms_norm(x, other, weight, 1e-5))
+        assert torch.equal(residual, other)
+    for of_x, of_residual in (
+        (m.dtype, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float32, m.dtype),
+    ):
+        x, residual, weight = m.normal(3, 64).to(of_x), m.normal(3, 64).to(of_residual), m.normal(64)
+        other = residual.clone()
+        got = fn(x, residual, weight, 1e-5)
+        assert got.dtype == m.dtype
+        close(got, reference.add_rms_norm(x, other, weight, 1e-5))
         assert torch.equal(residual, other)
 
 

@@ -26,10 +26,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [T, H], or [T, heads, H] with any strides, as for the norm of q or k.
-        weight: [H], x's dtype.
+        weight: [H].
 
     Returns:
-        A new contiguous tensor of x's shape and dtype.
+        A new contiguous tensor of x's shape and the weight's dtype.
     """
     return _rms_norm[x.device.type](x, weight, eps)
 
@@ -38,10 +38,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """residual += x, in place and rounded to its dtype; returns rms_norm(residual, weight, eps).
 
     Args:
-        x: [T, H]. residual: [T, H], x's dtype, overwritten. weight: [H].
+        x: [T, H]. residual: [T, H], overwritten. weight: [H]. Each may have a dtype of its own.
 
     Returns:
-        [T, H] of x's dtype.
+        [T, H] of the weight's dtype.
     """
     return _add_rms_norm[x.device.type](x, residual, weight, eps)
 
@@ -53,7 +53,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         gate_up: [T, 2 I].
 
     Returns:
-        [T, I] of the same dtype; silu is rounded to it before the product.
+        [T, I] of the same dtype. Whether silu is rounded to it before the product is left open.
     """
     return _silu_and_mul[gate_up.device.type](gate_up)
 

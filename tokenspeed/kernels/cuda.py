@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from tokenspeed.kernels import reference
 from tokenspeed.kernels.build import ARCHITECTURES, library_path
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_MAX_VECTORS = 4096  # 16 bytes each: 4 a thread of 1024
+_WIDTH = 8  # values a thread takes at a time, as add_rms_norm.cuh has it
+_MAX_SIZE = 4 * 1024 * _WIDTH  # 4 times for each of 1024 threads
 
 
 @functools.cache
@@ -22,7 +24,7 @@ def _library() -> ctypes.CDLL:
         *[wide] * 3,
         ctypes.c_int,
         ctypes.c_float,
-        ctypes.c_int,
+        *[ctypes.c_int] * 3,
         pointer,
     ]
     library.tokenspeed_add_rms_norm.restype = ctypes.c_int
@@ -38,8 +40,9 @@ def ready() -> bool:
     if f"{major}{minor}a" not in ARCHITECTURES:
         return False
     generator = torch.Generator().manual_seed(0)
-    for dtype in _DTYPES:
+    for dtype, of_x, of_residual in itertools.product(_DTYPES, *[(None, torch.float32)] * 2):
         x, residual, weight = (torch.randn(n, 256, generator=generator).to(dtype) for n in (5, 5, 1))
+        x, residual = x.to(of_x or dtype), residual.to(of_residual or dtype)
         on_gpu = [t.cuda() for t in (x, residual, weight[0])]
         got = add_rms_norm(*on_gpu, 1e-5).cpu()
         want = reference.add_rms_norm(x, residual, weight[0], 1e-5)
@@ -57,12 +60,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         RuntimeError: CUDA refused the launch.
     """
     rows, size = x.shape
-    vector = 16 // x.dtype.itemsize
-    if x.dtype not in _DTYPES or {residual.dtype, weight.dtype} != {x.dtype}:
-        raise ValueError(f"add_rms_norm needs one dtype of {list(_DTYPES)}")
-    if residual.shape != x.shape or weight.shape != (size,) or size % vector or size > _MAX_VECTORS * vector:
+    if weight.dtype not in _DTYPES or {x.dtype, residual.dtype} - {weight.dtype, torch.float32}:
+        raise ValueError(
+            f"add_rms_norm needs a weight of {list(_DTYPES)}, x and residual of its dtype or float32"
+        )
+    if residual.shape != x.shape or weight.shape != (size,) or size % _WIDTH or size > _MAX_SIZE:
         raise ValueError(f"add_rms_norm takes no shapes {[*x.shape]}, {[*residual.shape]}, {[*weight.shape]}")
-    if any(t.data_ptr() % 16 or t.stride(-1) != 1 or t.stride(0) % vector for t in (x, residual)):
+    if any(t.data_ptr() % 16 or t.stride(-1) != 1 or t.stride(0) * t.itemsize % 16 for t in (x, residual)):
         raise ValueError("add_rms_norm needs rows that start on 16 bytes")
     if (
         not weight.is_contiguous()
@@ -70,7 +74,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         or len({t.device for t in (x, residual, weight)}) > 1
     ):
         raise ValueError("add_rms_norm needs an aligned weight on the device of x")
-    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
     if not rows:
         return out
     stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -85,7 +89,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
             residual.stride(0),
             size,
             eps,
-            _DTYPES[x.dtype],
+            _DTYPES[weight.dtype],
+            x.dtype == torch.float32,
+            residual.dtype == torch.float32,
             stream,
         )
     if code:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenspeed.distributed.comm import all_gather, all_reduce
-from tokenspeed.layers.linear import Linear, Matmul
+from tokenspeed.layers.linear import Linear, Matmul, sums
 from tokenspeed.layers.parameter import Param, Params, Placement
 
 
@@ -64,14 +64,9 @@ class Head:
 
 
 def _matmul(place: Placement) -> Matmul:
-    if place.dtype == torch.float32:
-        return _float32_on_cpu if place.device.type == "cpu" else F.linear
-    return _sums if place.device.type == "cuda" else F.linear
-
-
-def _sums(x: Tensor, weight: Tensor, bias: None) -> Tensor:
-    """x W^T as it was summed, float32: rounded to bfloat16, one position in fifty has two best tokens."""
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    if place.dtype == torch.float32 and place.device.type == "cpu":
+        return _float32_on_cpu
+    return sums(place)  # logits rounded to bfloat16 have two best tokens at one position in fifty
 
 
 def _float32_on_cpu(x: Tensor, weight: Tensor, bias: None) -> Tensor:

@@ -32,6 +32,17 @@ def new_weight(out_features: int, in_features: int, place: Placement) -> Tensor:
     return place.empty(out_features, in_features)
 
 
+def sums(place: Placement) -> Matmul:
+    """The product whose result stays as it was summed, in float32, where a device has it; else F.linear."""
+    half = place.dtype in (torch.bfloat16, torch.float16)
+    return _sums if half and place.device.type == "cuda" and torch.version.cuda else F.linear
+
+
+def _sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return y if bias is None else y + bias
+
+
 class Linear:
     """x W^T + b.
 
@@ -123,10 +134,10 @@ class RowParallel:
         self.bias = place.empty(out_features) if bias else None
         self._name, self._in_features, self._tp = name, in_features, place.tp
         weight = new_weight(out_features, place.tp.share(in_features, name), place)
-        self._linear = Linear(weight, self.bias if place.tp.size == 1 else None, place)
+        self._linear = Linear(weight, self.bias if place.tp.size == 1 else None, place, sums(place))
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [T, K / size] -> [T, N]."""
+        """x [T, K / size] -> [T, N], for the residual stream: float32 where `sums` can."""
         y = self._linear.apply(x)
         if self._tp.size == 1:
             return y

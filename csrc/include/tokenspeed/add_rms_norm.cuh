@@ -16,27 +16,29 @@ __device__ inline float block_sum(float value) {
     return value;
 }
 
-// size is a multiple of Vec<T>::kSize and at most kVecs * blockDim.x of them; rows start on 16 bytes.
-template <typename T, int kVecs>
-__global__ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t stride_x,
+// X, R and T are the dtypes of x, of the residual stream, and of weight and out. size is a multiple of kWidth and at
+// most kVecs * blockDim.x of them; rows start on 16 bytes.
+constexpr int kWidth = 8;
+
+template <typename X, typename R, typename T, int kVecs>
+__global__ void add_rms_norm(const X* x, R* residual, const T* weight, T* out, int64_t stride_x,
                              int64_t stride_residual, int size, float eps) {
-    using V = Vec<T>;
     const int64_t row = blockIdx.x;
-    const T* x_row = x + row * stride_x;
-    T* residual_row = residual + row * stride_residual;
+    const X* x_row = x + row * stride_x;
+    R* residual_row = residual + row * stride_residual;
     T* out_row = out + row * size;
-    V kept[kVecs];
+    Vec<R, kWidth> kept[kVecs];
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        const int at = (i * blockDim.x + threadIdx.x) * V::kSize;
+        const int at = (i * blockDim.x + threadIdx.x) * kWidth;
         if (at >= size) continue;
-        V added;
+        Vec<X, kWidth> added;
         added.load(x_row + at);
         kept[i].load(residual_row + at);
 #pragma unroll
-        for (int j = 0; j < V::kSize; ++j) {
-            kept[i].data[j] = from_float<T>(to_float(kept[i].data[j]) + to_float(added.data[j]));
+        for (int j = 0; j < kWidth; ++j) {
+            kept[i].data[j] = from_float<R>(to_float(kept[i].data[j]) + to_float(added.data[j]));
             const float value = to_float(kept[i].data[j]);
             squares += value * value;
         }
@@ -45,14 +47,14 @@ __global__ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, i
     const float scale = 1.0f / sqrtf(block_sum(squares) / size + eps);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        const int at = (i * blockDim.x + threadIdx.x) * V::kSize;
+        const int at = (i * blockDim.x + threadIdx.x) * kWidth;
         if (at >= size) continue;
-        V gain, result;
+        Vec<T, kWidth> gain, result;
         gain.load(weight + at);
 #pragma unroll
-        for (int j = 0; j < V::kSize; ++j) {
+        for (int j = 0; j < kWidth; ++j) {
             // Rounded before the weight, as transformers' Llama does it.
-            const float normed = to_float(from_float<T>(to_float(kept[i].data[j]) * scale));
+            const float normed = to_float(from_float<R>(to_float(kept[i].data[j]) * scale));
             result.data[j] = from_float<T>(normed * to_float(gain.data[j]));
         }
         result.store(out_row + at);

@@ -7,13 +7,21 @@
 
 namespace tokenspeed {
 
-template <typename T>
+// kSize values, loaded 16 bytes at a time: from where and to where must be so aligned.
+template <typename T, int kSize>
 struct Vec {
-    static constexpr int kSize = 16 / sizeof(T);
+    static constexpr int kParts = kSize * sizeof(T) / 16;
+    static_assert(kSize * sizeof(T) % 16 == 0);
     alignas(16) T data[kSize];
 
-    __device__ void load(const T* from) { *reinterpret_cast<uint4*>(data) = *reinterpret_cast<const uint4*>(from); }
-    __device__ void store(T* to) const { *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(data); }
+    __device__ void load(const T* from) {
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) reinterpret_cast<uint4*>(data)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+    __device__ void store(T* to) const {
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(data)[i];
+    }
 };
 
 __device__ inline float to_float(float x) { return x; }

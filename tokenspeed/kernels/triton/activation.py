@@ -15,8 +15,8 @@ def silu_and_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr):
     inside = cols < size
     gate = tl.load(gate_up + row * stride + cols, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + cols, inside, 0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * size + cols, (silu * up).to(out.dtype.element_ty), inside)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * size + cols, product.to(out.dtype.element_ty), inside)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

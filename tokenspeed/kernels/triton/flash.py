@@ -12,11 +12,12 @@ def softmax_step(q, k, v, visible, scale, peak, total, acc, PRECISION: tl.conste
     """Folds a block of keys into the running softmax (Milakov and Gimelshein 2018), base 2.
 
     q [R, D], k [D, S], v [S, D], visible bool [R, S]; scale includes log2(e).
-    peak, total [R] and acc [R, D] are float32.
+    peak, total [R] and acc [R, D] are float32. peak is a whole number, not below any score: so changing it scales by
+    a power of two, and a key's rounded weight does not depend on the keys that it meets in its block.
     """
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    new_peak = tl.maximum(peak, tl.ceil(tl.max(scores, 1)))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet: no inf - inf
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(peak - base)

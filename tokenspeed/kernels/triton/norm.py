@@ -18,7 +18,7 @@ def rms_norm_kernel(
     )
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
     gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
-    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
 
@@ -36,13 +36,13 @@ def add_rms_norm_kernel(
     values = kept.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
     gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
-    normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed = (values * scale).to(residual.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `tokenspeed.kernels.rms_norm`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     if not x.numel():
         return out
     size = x.shape[-1]
@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `tokenspeed.kernels.add_rms_norm`."""
     rows, size = x.shape
-    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
     if rows:
         block = triton.next_power_of_2(size)
         add_rms_norm_kernel[(rows,)](
