@@ -1,6 +1,6 @@
 """Does speculation change what the model says? The rule of docs/exactness.md, measured with its control.
 
-    python benchmarks/equality.py MODEL --spec eagle4 [--draft D] --prompts P.jsonl [--num 240] [--max-tokens 128]
+    python benchmarks/equality.py MODEL --spec eagle4 [--draft D] --prompts P.jsonl [--num 344] [--max-tokens 128]
         [--dtype float32] [--batch-invariant] [--output FILE.json]
 
 Greedy answers of plain decoding, one request at a time, are the reference. Against it: plain decoding with 16 requests
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--draft")
     parser.add_argument("--shape", default=None)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--num", type=int, default=240)
+    parser.add_argument("--num", type=int, default=344)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch-invariant", action="store_true")
