@@ -21,16 +21,19 @@ SETS = {
     "leaves": "errors params config log progress versions models.config",
     "draft": "spec.eagle4.config spec.eagle4.formats spec.eagle4.checkpoint",
     "control": "leaves ipc metrics cache hub",
-    "compute": "kernels distributed layers attention models sampling spec spec.plan draft",
+    "plan": "spec.options spec.cost spec.gain spec.plan",
+    "compute": "kernels distributed layers attention models sampling spec plan draft",
 }
 LAYERS = """
     errors versions:
     models.config:           errors
     config:                  errors models.config
     params log progress:     errors config
-    ipc cache hub spec.plan: leaves
+    ipc cache hub:           leaves
+    spec.options spec.cost spec.gain: leaves
+    spec.plan:               leaves spec.cost spec.gain
     metrics:                 leaves ipc
-    scheduler:               leaves ipc cache metrics spec.plan
+    scheduler:               leaves ipc cache metrics plan
     tokenizer:               leaves ipc hub
     server:                  leaves ipc hub metrics
     bench:                   leaves hub
@@ -41,9 +44,9 @@ LAYERS = """
     layers attention:        leaves kernels distributed
     models:                  leaves kernels distributed layers attention
     sampling:                leaves ipc kernels
-    spec:                    leaves hub kernels distributed layers attention models sampling spec.plan draft
+    spec:                    leaves hub kernels distributed layers attention models sampling plan draft
     worker:                  control compute
-    launch:                  control server tokenizer scheduler worker spec.plan draft
+    launch:                  control server tokenizer scheduler worker plan draft
     llm:                     control server tokenizer launch
 """
 NEEDS_TORCH = {"kernels", "distributed", "layers", "attention", "models", "sampling", "spec", "worker"}

@@ -22,7 +22,7 @@ from tokenspeed.ipc.process import start_child
 from tokenspeed.models.config import load_model_config
 from tokenspeed.progress import Bars
 from tokenspeed.spec.eagle4.config import check_draft
-from tokenspeed.spec.plan import plain_above, speculation
+from tokenspeed.spec.options import plain_above, speculation
 
 LOAD_TIMEOUT = 3600.0  # seconds for weights to load and graphs to be captured
 DEATH_GRACE = 2.0  # seconds the server gets to end open streams when a process has died
@@ -41,7 +41,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None]) -> Resolv
         if getattr(config, name) != 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {getattr(config, name)} is not supported yet; leave it at 1")
-    method, draft, shape = speculation(config)
+    method, draft, shapes = speculation(config)
     limit = plain_above(config)
     model_dir = resolve_model(config.model, config.revision, progress)
     model = load_model_config(model_dir)
@@ -63,8 +63,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None]) -> Resolv
     if method == "none":
         return resolved
     draft_dir = resolve_draft(draft, config.model, model_dir, method)
-    check_draft(draft_dir, method, model, model_dir, shape.steps)
-    return replace(resolved, draft_dir=str(draft_dir), shapes=(shape,), plain_above=limit)
+    check_draft(draft_dir, method, model, model_dir, max(shape.steps for shape in shapes))
+    return replace(resolved, draft_dir=str(draft_dir), shapes=shapes, plain_above=limit)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -255,7 +255,7 @@ def _let_server_end(ring: Ring, dead: Dead) -> None:
 
 def _banner(ring: Ring, host: str, port: int) -> str:
     resolved = ring.resolved
-    shape = f", tree {resolved.shapes[0]}" if resolved.shapes else ""
+    shape = f", tree {' or '.join(map(str, resolved.shapes))}" if resolved.shapes else ""
     shown = f"[{host}]" if ":" in host else host
     name = resolved.names[0]
     return (

@@ -76,7 +76,7 @@ def test_version_says_what_is_there():
         (["bench", "serve", "--concurrency", "0"], "must be at least 1, not 0"),
         (["bench", "serve", "--temperature", "3"], "--temperature must be from 0.0 to 2.0"),
         (["draft"], "tokenspeed draft eval"),
-        (["draft", "convert", "x.bin"], "tokenspeed draft convert is not part of this version"),
+        (["draft", "export"], "tokenspeed draft export is not part of this version"),
         (["draft", "train"], "tokenspeed draft train is not part of this version"),
         (["draft", "eval", "m", "--shape", "8/4"], "--spec-shape"),
         (["chat", "--max-tokens", "0"], "must be at least 1"),

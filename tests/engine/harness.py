@@ -8,7 +8,7 @@ from tokenspeed.ipc.messages import Finished, Generate, Logprobs, Output, pack, 
 from tokenspeed.launch import resolve
 from tokenspeed.params import SamplingParams
 from tokenspeed.scheduler.scheduler import Scheduler, SchedulerLimits
-from tokenspeed.spec.plan import StaticPlan
+from tokenspeed.spec.plan import plan_for
 from tokenspeed.worker.runner import Launched
 from tokenspeed.worker.setup import build
 
@@ -39,10 +39,8 @@ class InProcessEngine:
             eos_token_ids=self.resolved.eos_token_ids,
             enable_prefix_caching=self.resolved.config.enable_prefix_caching,
         )
-        shapes = self.resolved.shapes
-        self.scheduler = Scheduler(
-            limits, StaticPlan(shapes[0] if shapes else None, self.resolved.plain_above)
-        )
+        plan = plan_for(self.resolved.shapes, self.resolved.plain_above, built.info.get("round_us"))
+        self.scheduler = Scheduler(limits, plan)
         self.answers: dict[int, Answer] = {}  # by request number
         self._under_way: deque[Launched] = deque()
         self._next_rid = 0

@@ -20,8 +20,11 @@ class Pattern:
     def __init__(self, kinds: str):
         self._kinds = itertools.cycle(kinds)
 
-    def choose(self, batch_size: int) -> Shape | None:
+    def choose(self, rows) -> Shape | None:
         return SHAPE if next(self._kinds) == "t" else None
+
+    def observe(self, shape, rows, elapsed_us) -> None:
+        pass
 
 
 @pytest.fixture(scope="module", params=["eagle", "eagle3", "eagle4"])

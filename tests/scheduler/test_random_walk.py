@@ -19,9 +19,12 @@ class Changing:
     def __init__(self, rng: random.Random):
         self._rng = rng
 
-    def choose(self, batch_size: int) -> Shape | None:
-        assert batch_size > 0
+    def choose(self, rows) -> Shape | None:
+        assert rows
         return self._rng.choice(SHAPES)
+
+    def observe(self, shape, rows, elapsed_us) -> None:
+        assert all(0 <= accepted <= (shape.steps if shape else 0) for _, accepted in rows)
 
 
 def random_request(rng: random.Random, rid: int, stems: list[list[int]]) -> tuple[list[int], dict]:

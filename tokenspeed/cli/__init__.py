@@ -10,7 +10,7 @@ COMMANDS = {
     "serve": "serve a model through an OpenAI-compatible API",
     "bench": "measure a server or the offline engine with real prompts",
     "chat": "talk to a server in the terminal",
-    "draft": "judge a draft model",
+    "draft": "judge or convert a draft model",
     "version": "print the versions of tokenspeed and of what it runs on",
 }
 

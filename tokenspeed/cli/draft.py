@@ -16,20 +16,26 @@ from tokenspeed.cli.args import Parser, add_config, make_config, overrides, posi
 from tokenspeed.config import Config, Shape, check_option
 from tokenspeed.errors import ConfigError
 from tokenspeed.progress import Bars
-from tokenspeed.spec.plan import default_shape, parse_shape, speculation
+from tokenspeed.spec.options import default_shapes, parse_shape, speculation
 
 TOLERANCE = 0.05  # of the accept length, between the two ways to count it
 
-_NOT_YET = ("convert", "train", "export")
-_USAGE = "usage: tokenspeed draft eval MODEL --draft D [options]; see tokenspeed draft eval --help"
+_NOT_YET = ("train", "export")
+_USAGE = "usage: tokenspeed draft eval MODEL --draft D, or tokenspeed draft convert SRC; each has --help"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Judges a draft. Returns the exit code."""
+    """Judges or converts a draft. Returns the exit code."""
     if argv and argv[0] == "eval":
         return _eval(list(argv[1:]))
+    if argv and argv[0] == "convert":
+        from tokenspeed.cli import draft_convert
+
+        return draft_convert.run(argv[1:])
     if argv and argv[0] in _NOT_YET:
-        raise ConfigError(f"tokenspeed draft {argv[0]} is not part of this version; only draft eval is")
+        raise ConfigError(
+            f"tokenspeed draft {argv[0]} is not part of this version; draft eval and draft convert are"
+        )
     if argv and argv[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -44,7 +50,7 @@ def _eval(argv: list[str]) -> int:
         config = dataclasses.replace(config, spec="eagle4")
     shapes = [parse_shape(text) for text in args.shape]
     if not shapes:
-        shapes = [speculation(config)[2] or default_shape(config.device)]
+        shapes = [(speculation(config)[2] or default_shapes(config.device))[0]]
     check_option("temperature", args.temperature, (), (0.0, 2.0))
     prompts = load_prompts(args.prompts, args.num_prompts)
     require_torch()

@@ -1,6 +1,7 @@
 """From a model's name to a checkpoint directory: 'demo', a directory, a GGUF file, a hub name."""
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,6 @@ KNOWN_DRAFTS = {
 }
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_HINT = "tokenspeed loads safetensors only; save the model as safetensors (save_pretrained does)"
-DRAFT_HINT = "convert it first: tokenspeed draft convert"
 
 
 def resolve_model(name: str, revision: str | None, progress: Callable[[str, int, int], None]) -> Path:
@@ -60,17 +60,29 @@ def resolve_draft(
         ConfigError: none is known, or it can't be used.
     """
     if name is not None:
-        return _directory(name, None, progress, DRAFT_HINT)
+        return _draft(name, progress)
     if model_name == DEMO and method == "eagle4":
-        return _directory(str(DEMO_DRAFT), None, progress, DRAFT_HINT)
+        return _draft(str(DEMO_DRAFT), progress)
     if (known := KNOWN_DRAFTS.get((method, model_name))) is not None:
-        return _directory(known, None, progress, DRAFT_HINT)
+        return _draft(known, progress)
     if (own := Path(model_dir) / "draft").is_dir():
-        return _directory(str(own), None, progress, DRAFT_HINT)
+        return _draft(str(own), progress)
     raise ConfigError(
         f"no {method} draft is known for {model_name}; name one with --draft (tokenspeed draft train, to "
         "make one, is still to come)"
     )
+
+
+def conversion(name: str) -> str:
+    """The commands that make safetensors of a draft that has none, given its directory or its hub name."""
+    if Path(name).expanduser().is_dir():
+        return f"tokenspeed draft convert {shlex.quote(name)}"
+    local = name.rsplit("/", 1)[-1]
+    return f"hf download {name} --local-dir {local} && tokenspeed draft convert {local}"
+
+
+def _draft(name: str, progress: Callable[[str, int, int], None]) -> Path:
+    return _directory(name, None, progress, f"convert it first: {conversion(name)}")
 
 
 def _directory(name: str, revision: str | None, progress: Callable[[str, int, int], None], hint: str) -> Path:

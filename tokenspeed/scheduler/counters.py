@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 
 from tokenspeed.scheduler.request import num_at_least, total
-from tokenspeed.spec.plan import MAX_STEPS
+from tokenspeed.spec.options import MAX_STEPS
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from tokenspeed.config import Shape
 from tokenspeed.ipc.messages import Finished
 from tokenspeed.scheduler.request import Request
-from tokenspeed.spec.plan import MAX_NODES
+from tokenspeed.spec.options import MAX_NODES
 
 MAX_PASSED_OVER = (
     8  # waiting prompts that don't fit into the rest of a step before the search for others ends

@@ -23,7 +23,7 @@ from tokenspeed.ipc.messages import (
 )
 from tokenspeed.ipc.process import Child
 from tokenspeed.scheduler.scheduler import Scheduler, SchedulerLimits
-from tokenspeed.spec.plan import StaticPlan
+from tokenspeed.spec.plan import plan_for
 
 STATS_SECONDS = 0.5
 IDLE_MS = 1000  # nothing to do: how long to sleep between looks
@@ -127,7 +127,7 @@ def run(child: Child) -> None:
         eos_token_ids=resolved.eos_token_ids,
         enable_prefix_caching=resolved.config.enable_prefix_caching,
     )
-    plan = StaticPlan(resolved.shapes[0] if resolved.shapes else None, resolved.plain_above)
+    plan = plan_for(resolved.shapes, resolved.plain_above, info.get("round_us"))
     pull = Pull(address(resolved.run_dir, "scheduler"), ToScheduler)
     loop = SchedulerLoop(
         Scheduler(limits, plan),

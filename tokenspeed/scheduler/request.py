@@ -6,7 +6,8 @@ import enum
 
 from tokenspeed.cache.manager import RequestPages
 from tokenspeed.ipc.messages import Finished, Generate, Logprobs
-from tokenspeed.spec.plan import MAX_STEPS
+from tokenspeed.spec.gain import Offset
+from tokenspeed.spec.options import MAX_STEPS
 
 
 class Status(enum.Enum):
@@ -40,6 +41,7 @@ class Request:
         "num_input",
         "num_prompt",
         "num_scheduled",
+        "offset",
         "pages_wanted",
         "params",
         "rid",
@@ -78,6 +80,7 @@ class Request:
         self.logprobs_of_prompt: list[Logprobs] = []
         self.num_drafted = 0  # nodes of its trees, without the roots
         self.accepted = [0] * (MAX_STEPS + 1)  # [a] tree rounds that kept a draft tokens
+        self.offset = Offset()  # how predictable its text is, for the plan
 
     @property
     def num_tokens(self) -> int:

@@ -124,7 +124,7 @@ class Scheduler:
         the steps in flight have answered."""
         while True:
             rows = [request for request in self.running.values() if request.can_decode()]
-            shape = self.plan.choose(len(rows)) if rows else None
+            shape = self.plan.choose(rows) if rows else None
             needs = self._needs(rows, shape)
             if sum(count for _, count in needs) <= self.cache.num_available:
                 break
@@ -274,6 +274,7 @@ class Scheduler:
                 outputs.append(self._commit(request, row, new, done, 0))
         most = flight.shape.steps + 1 if flight.shape else 1
         num_drafted = flight.shape.nodes - 1 if flight.shape else 0
+        seen: list[tuple[Request, int]] = []
         for row, request in enumerate(flight.decode, len(flight.prefill)):
             start, at = at, at + counts[row]
             if request.status is not Status.RUNNING:
@@ -287,7 +288,9 @@ class Scheduler:
             request.most -= most
             if not num_drafted:
                 self.counters.spec_decode_plain_rounds += 1
+            seen.append((request, len(new) - 1))
             outputs.append(self._commit(request, row, new, done, num_drafted))
+        self.plan.observe(flight.shape, seen, None if flight.prefill else done.elapsed_us)
         return outputs
 
     def _end_chunk(self, request: Request, end: int, row: int, done: StepDone) -> bool:

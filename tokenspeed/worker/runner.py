@@ -40,6 +40,7 @@ class Launched:
     decoded: list[_Slot]
     num_most: int  # most tokens a decode row can have emitted
     done: torch.cuda.Event | None
+    finished: float | None = None  # when the work was done, where that is known at launch (CPU)
     graphed: bool = False
     logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Runner:
         self.state = engine.state
         self.device = engine.state.device
         self._slots: dict[int, _Slot] = {}
+        self._answered = 0.0  # when the last step was done
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -74,6 +76,8 @@ class Runner:
         if self.device.type == "cuda":
             out.done = torch.cuda.Event()
             out.done.record()
+        else:
+            out.finished = time.perf_counter()
         return out
 
     def result(self, launched: Launched) -> StepDone:
@@ -96,7 +100,10 @@ class Runner:
                 launched.decoded[i].max_len -= launched.num_most - count
             for i in launched.failed.nonzero().flatten().tolist():
                 failed[launched.num_prefill + i] = "the model's logits are NaN"
-        elapsed = int((time.perf_counter() - launched.started) * 1e6)
+        now = launched.finished or time.perf_counter()
+        # Without the time in which the step before was still running.
+        elapsed = int((now - max(launched.started, self._answered)) * 1e6)
+        self._answered = now
         return StepDone(
             step=launched.step,
             counts=pack(counts),

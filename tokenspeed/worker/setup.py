@@ -20,6 +20,7 @@ from tokenspeed.models.weights import load_model
 from tokenspeed.sampling.edits import LogitEdits
 from tokenspeed.spec.eagle4.config import check_draft
 from tokenspeed.spec.eagle4.load import load_drafter
+from tokenspeed.worker.calibrate import CPU_BATCHES, round_times
 from tokenspeed.worker.engine import Engine
 from tokenspeed.worker.graph import BUCKETS, GraphSet
 from tokenspeed.worker.memory import CPU_KV_BYTES, CPU_KV_SHARE, GIB, MemoryPlan, available_cpu_memory
@@ -79,7 +80,11 @@ def build(resolved: Resolved, progress: Progress) -> Built:
     draft_config = drafter = None
     if resolved.method != "none":
         draft_config = check_draft(
-            resolved.draft_dir, resolved.method, target, resolved.model_dir, resolved.shapes[0].steps
+            resolved.draft_dir,
+            resolved.method,
+            target,
+            resolved.model_dir,
+            max(shape.steps for shape in resolved.shapes),
         )
         drafter = load_drafter(
             resolved.draft_dir,
@@ -158,6 +163,9 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         **{f"memory_{name}": size for name, size in plan.parts.items()},
         "memory_kv": plan.num_pages * plan.page_bytes,
     }
+    if len(resolved.shapes) > 1:
+        batches = [batch for batch in CPU_BATCHES if batch < max_num_seqs] + [max_num_seqs]
+        info["round_us"] = round_times(engine, resolved.shapes, batches, progress)
     return Built(Runner(engine, graphs, config.page_size), info)
 
 

@@ -22,7 +22,7 @@ from tokenspeed.spec.eagle4.config import DraftConfig
 from tokenspeed.spec.eagle4.drafter import EagleDrafter, TreeAttentionMaker
 from tokenspeed.spec.eagle4.head import CandidateHead, FullHead
 from tokenspeed.spec.eagle4.model import DraftModel
-from tokenspeed.spec.plan import MAX_STEPS
+from tokenspeed.spec.options import MAX_STEPS
 
 
 def load_drafter(

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
 from tokenspeed.spec.base import DraftTree
-from tokenspeed.spec.plan import MAX_LANES, MAX_NODES, MAX_STEPS
+from tokenspeed.spec.options import MAX_LANES, MAX_NODES, MAX_STEPS
 
 
 def num_candidates(shape: Shape) -> int:

@@ -8,12 +8,11 @@ import pytest
 
 from tokenspeed.config import Config, Shape
 from tokenspeed.errors import ConfigError
-from tokenspeed.spec.plan import (
-    CPU_SHAPE,
-    GPU_SHAPE,
-    StaticPlan,
+from tokenspeed.spec.options import (
+    CPU_SHAPES,
+    GPU_SHAPES,
     check_shape,
-    default_shape,
+    default_shapes,
     parse_shape,
     plain_above,
     speculation,
@@ -37,25 +36,25 @@ def sglang(steps=None, topk=None, nodes=None, algorithm="EAGLE3", **more) -> Con
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (Config(), ("none", None, None)),
-        (Config(spec="eagle4"), ("eagle4", None, default_shape("auto"))),
-        (Config(spec="eagle3", draft="d", spec_shape="12/4/16"), ("eagle3", "d", Shape(12, 4, 16))),
-        (vllm(method="eagle3", model="d", num_speculative_tokens=2), ("eagle3", "d", Shape(2, 1, 3))),
+        (Config(), ("none", None, ())),
+        (Config(spec="eagle4"), ("eagle4", None, default_shapes("auto"))),
+        (Config(spec="eagle3", draft="d", spec_shape="12/4/16"), ("eagle3", "d", (Shape(12, 4, 16),))),
+        (vllm(method="eagle3", model="d", num_speculative_tokens=2), ("eagle3", "d", (Shape(2, 1, 3),))),
         (
             vllm(method="eagle", model="d", num_speculative_tokens=16, draft_tensor_parallel_size=1),
-            ("eagle", "d", Shape(16, 1, 17)),
+            ("eagle", "d", (Shape(16, 1, 17),)),
         ),
-        (vllm(method="eagle4"), ("eagle4", None, default_shape("auto"))),
-        (Config(spec="eagle3", speculative_config='{"model": "d"}'), ("eagle3", "d", default_shape("auto"))),
-        (sglang(5, 4, 8, draft="d"), ("eagle3", "d", Shape(5, 4, 8))),
-        (sglang(3, 1, 4), ("eagle3", None, Shape(3, 1, 4))),
-        (sglang(3), ("eagle3", None, Shape(3, 1, 4))),
-        (sglang(nodes=4), ("eagle3", None, Shape(3, 1, 4))),
-        (sglang(3, 4), ("eagle3", None, Shape(3, 4, 13))),
-        (sglang(8, 9), ("eagle3", None, Shape(8, 9, 64))),
-        (sglang(algorithm="EAGLE4"), ("eagle4", None, default_shape("auto"))),
-        (sglang(algorithm="eagle"), ("eagle", None, default_shape("auto"))),
-        (sglang(5, 4, 8, spec="eagle3", spec_shape="5/4/8"), ("eagle3", None, Shape(5, 4, 8))),
+        (vllm(method="eagle4"), ("eagle4", None, default_shapes("auto"))),
+        (Config(spec="eagle3", speculative_config='{"model": "d"}'), ("eagle3", "d", default_shapes("auto"))),
+        (sglang(5, 4, 8, draft="d"), ("eagle3", "d", (Shape(5, 4, 8),))),
+        (sglang(3, 1, 4), ("eagle3", None, (Shape(3, 1, 4),))),
+        (sglang(3), ("eagle3", None, (Shape(3, 1, 4),))),
+        (sglang(nodes=4), ("eagle3", None, (Shape(3, 1, 4),))),
+        (sglang(3, 4), ("eagle3", None, (Shape(3, 4, 13),))),
+        (sglang(8, 9), ("eagle3", None, (Shape(8, 9, 64),))),
+        (sglang(algorithm="EAGLE4"), ("eagle4", None, default_shapes("auto"))),
+        (sglang(algorithm="eagle"), ("eagle", None, default_shapes("auto"))),
+        (sglang(5, 4, 8, spec="eagle3", spec_shape="5/4/8"), ("eagle3", None, (Shape(5, 4, 8),))),
     ],
 )
 def test_spellings(config, expected):
@@ -146,18 +145,8 @@ def test_shape_bounds_agree_with_counting():
 
 
 def test_parse_and_print_agree():
-    for shape in (Shape(8, 4, 16), Shape(1, 1, 2), Shape(16, 4, 64), CPU_SHAPE, GPU_SHAPE):
+    for shape in (Shape(8, 4, 16), Shape(1, 1, 2), Shape(16, 4, 64), *CPU_SHAPES, *GPU_SHAPES):
         assert parse_shape(str(shape)) == shape
-
-
-def test_static_plan():
-    assert StaticPlan(Shape(5, 4, 16)).choose(64) == Shape(5, 4, 16)
-    assert StaticPlan(None).choose(1) is None
-
-
-def test_above_a_batch_size_rounds_are_plain():
-    plan = StaticPlan(Shape(5, 4, 16), 8)
-    assert [plan.choose(n) for n in (1, 8, 9, 64)] == [Shape(5, 4, 16)] * 2 + [None] * 2
 
 
 BOTH = '{"method": "eagle4", "disable_by_batch_size": 4}'
@@ -198,13 +187,13 @@ def test_wrong_batch_size_limits(config, words):
 @pytest.mark.parametrize(
     ("device", "found", "shape"),
     [
-        ("cpu", "/dev/nvidiactl", CPU_SHAPE),
-        ("cuda", None, GPU_SHAPE),
-        ("auto", None, CPU_SHAPE),
-        ("auto", "/dev/nvidiactl", GPU_SHAPE),
-        ("auto", "/dev/kfd", GPU_SHAPE),
+        ("cpu", "/dev/nvidiactl", CPU_SHAPES),
+        ("cuda", None, GPU_SHAPES),
+        ("auto", None, CPU_SHAPES),
+        ("auto", "/dev/nvidiactl", GPU_SHAPES),
+        ("auto", "/dev/kfd", GPU_SHAPES),
     ],
 )
 def test_the_default_tree_follows_the_device(monkeypatch, device, found, shape):
     monkeypatch.setattr("os.path.exists", lambda path: path == found)
-    assert default_shape(device) == shape
+    assert default_shapes(device) == shape

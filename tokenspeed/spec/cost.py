@@ -1,0 +1,70 @@
+"""How long a round takes: a table by batch and tree, plus the rows' context; corrected while serving. No torch."""
+
+import math
+from bisect import bisect_left
+
+from tokenspeed.config import Shape
+
+_RATE, _MOST = 0.1, 0.1  # share of a deviation that is believed, and the most of it in one round (logarithms)
+
+
+class Costs:
+    """Microseconds of rounds.
+
+    Args:
+        table: time of a round by (batch, shape), measured with next to no context; None is a plain round.
+            Every shape needs the same batches.
+        per_token: time of each token of context, by shape.
+        padded: a round of another batch takes as long as the next larger one of the table (CUDA graphs);
+            else the time is interpolated.
+
+    Raises:
+        ValueError: no times, a time that is not positive, or a batch that a shape lacks.
+    """
+
+    def __init__(
+        self,
+        table: dict[tuple[int, Shape | None], float],
+        per_token: dict[Shape | None, float] | None = None,
+        padded: bool = True,
+    ):
+        if not table or min(table.values()) <= 0 or not all(map(math.isfinite, table.values())):
+            raise ValueError("times of rounds must be positive numbers")
+        self.batches = sorted({batch for batch, _ in table})
+        self.shapes = list(dict.fromkeys(shape for _, shape in table))
+        if len(table) != len(self.batches) * len(self.shapes):
+            raise ValueError("every shape needs a time for every batch")
+        self._logs = {key: math.log(time) for key, time in table.items()}
+        self._per_token, self._padded = per_token or {}, padded
+
+    def time(self, batch: int, shape: Shape | None, context: int = 0) -> float:
+        """Expected microseconds of a round of `batch` requests with `context` tokens in all."""
+        return self._without_context(batch, shape) + self._per_token.get(shape, 0.0) * context
+
+    def learn(self, batch: int, shape: Shape | None, context: int, elapsed: float) -> None:
+        """Books a round that took `elapsed` microseconds. One outlier moves little."""
+        context_time = self._per_token.get(shape, 0.0) * context
+        seen = max(elapsed - context_time, 0.1 * elapsed)
+        if seen <= 0:
+            return
+        off = math.log(seen / self._without_context(batch, shape))
+        off = min(max(_RATE * off, -_MOST), _MOST)
+        for at in self._around(batch):
+            self._logs[at, shape] += off
+
+    def _without_context(self, batch: int, shape: Shape | None) -> float:
+        around = self._around(batch)
+        if len(around) == 1:
+            # Beyond the table a round takes as long as its rows' share of the last one.
+            return math.exp(self._logs[around[0], shape]) * max(1.0, batch / self.batches[-1])
+        low, high = (math.exp(self._logs[at, shape]) for at in around)
+        return low + (high - low) * (batch - around[0]) / (around[1] - around[0])
+
+    def _around(self, batch: int) -> tuple[int, ...]:
+        """The batches of the table that decide about this one."""
+        i = bisect_left(self.batches, batch)
+        if i == len(self.batches):
+            return (self.batches[-1],)
+        if self._padded or i == 0 or self.batches[i] == batch:
+            return (self.batches[i],)
+        return self.batches[i - 1], self.batches[i]
