@@ -16,6 +16,7 @@ from servers import Running, Stream, wait_until
 from tokenspeed.params import SamplingParams
 from tokenspeed.tokenizer.encoder import Encoder
 
+TREE = "6/4/16"
 CHUNK = 32
 CONTEXT, VOCAB, RUNNING, QUEUED = 1024, 320, 8, 100
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -29,8 +30,9 @@ def target(tiny_model_dir) -> Path:
 
 @pytest.fixture(scope="module")
 def running(target, tiny_draft_dir) -> Iterator[Running]:
-    """Its draft has 128 positions and a tree of the default shape."""
+    """Its draft has 128 positions."""
     options = ["--spec", "eagle4", "--draft", tiny_draft_dir(target), "--dtype", "float32"]
+    options += ["--spec-shape", TREE]  # pinned: the plan would give up a draft of a random model
     options += ["--max-num-batched-tokens", CHUNK, "--max-queued-requests", QUEUED]
     options += ["--log-level", "debug", "--kv-cache-tokens", 8192]
     with Running(target, *options) as server:
@@ -56,7 +58,8 @@ def plain(target) -> InProcessEngine:
 @pytest.fixture(scope="module")
 def unchunked(target, tiny_draft_dir) -> InProcessEngine:
     """The same speculation, whole prompts at once."""
-    return InProcessEngine(target, spec="eagle4", draft=str(tiny_draft_dir(target)), kv_cache_tokens=8192)
+    draft = str(tiny_draft_dir(target))
+    return InProcessEngine(target, spec="eagle4", draft=draft, spec_shape=TREE, kv_cache_tokens=8192)
 
 
 @pytest.fixture(scope="module")
