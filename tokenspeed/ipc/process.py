@@ -61,7 +61,6 @@ def start_child(
     info: Mapping[str, int | float | str],
     death_fd: int,
     listen_fd: int | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen:
     """Starts `who`. It dies when this process does: by PDEATHSIG, and when the pipe `death_fd` closes."""
     start = Path(resolved.run_dir) / f"{who}.json"
@@ -72,9 +71,22 @@ def start_child(
         command,
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
-        env={**os.environ, **(environment or {})},
+        env=_environment(),
         start_new_session=True,  # Ctrl-C reaches the launcher alone, which drains
     )
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with OpenMP told to spin briefly.
+
+    A CPU step forks and joins hundreds of times. Threads that spin to their default of milliseconds hold the core that
+    their late partner needs, once anything else runs: 500 to 900 ms a step in place of 50 to 60 on two cores. Alone,
+    the time is the same.
+    """
+    given = dict(os.environ)
+    if "OMP_WAIT_POLICY" not in given:
+        given.setdefault("GOMP_SPINCOUNT", "1000")
+    return given
 
 
 def _die_with_parent(death_fd: int, parent: int) -> None:
