@@ -21,7 +21,7 @@ SETS = {
     "leaves": "errors params config log progress versions models.config",
     "draft": "spec.eagle4.config spec.eagle4.formats spec.eagle4.checkpoint",
     "control": "leaves ipc metrics cache hub",
-    "plan": "spec.options spec.cost spec.gain spec.plan",
+    "plan": "spec.options spec.cost spec.gain spec.calibration spec.choose spec.plan",
     "compute": "kernels distributed layers attention models sampling spec plan draft",
 }
 LAYERS = """
@@ -31,7 +31,9 @@ LAYERS = """
     params log progress:     errors config
     ipc cache hub:           leaves
     spec.options spec.cost spec.gain: leaves
-    spec.plan:               leaves spec.cost spec.gain
+    spec.calibration:        leaves hub
+    spec.choose:             leaves spec.calibration spec.gain
+    spec.plan:               leaves spec.calibration spec.choose spec.cost spec.gain
     metrics:                 leaves ipc
     scheduler:               leaves ipc cache metrics plan
     tokenizer:               leaves ipc hub

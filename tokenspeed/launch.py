@@ -255,7 +255,8 @@ def _let_server_end(ring: Ring, dead: Dead) -> None:
 
 def _banner(ring: Ring, host: str, port: int) -> str:
     resolved = ring.resolved
-    shape = f", tree {' or '.join(map(str, resolved.shapes))}" if resolved.shapes else ""
+    trees = resolved.shapes
+    shape = f", tree {trees[0]}" if len(trees) == 1 else ", trees by the load" if trees else ""
     shown = f"[{host}]" if ":" in host else host
     name = resolved.names[0]
     return (

@@ -11,7 +11,10 @@ Counters that the scheduler sends in `Stats.counters`, cumulative since its star
     spec_decode_num_drafts           decode rounds of one request with a draft tree
     spec_decode_num_draft_tokens     draft nodes offered in them, the root not counted
     spec_decode_num_accepted_tokens  draft tokens kept; the token a round yields anyway is not counted
+    spec_decode_num_nan_drafts       draft trees with logits that were NaN; those rank last, the text is right
     spec_decode_plain_rounds         decode rounds of one request without a tree
+    spec_decode_expected_tokens      tokens that the plan expected of the rounds with trees; what came is
+                                     num_drafts + num_accepted_tokens (0 where one tree is pinned)
     steps                            engine steps
     graphed_steps                    of them, whose round was the replay of a CUDA graph
     num_nan_aborted_requests         requests ended because their logits were not finite
@@ -38,13 +41,15 @@ COUNTERS = {
     "spec_decode_num_drafts": "Rounds of a request with a draft tree",
     "spec_decode_num_draft_tokens": "Draft tokens offered",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted",
+    "spec_decode_num_nan_drafts": "Draft trees with logits that were NaN",
     "spec_decode_plain_rounds": "Rounds of a request without a draft tree",
+    "spec_decode_expected_tokens": "Tokens that the plan expected of rounds with a draft tree",
     "steps": "Engine steps",
     "graphed_steps": "Steps whose round was the replay of a CUDA graph",
     "num_nan_aborted_requests": "Requests ended by logits that were not finite",
 }
 VLLM_COUNTERS = frozenset(COUNTERS) - {
-    "spec_decode_plain_rounds", "steps", "graphed_steps", "num_nan_aborted_requests"
+    "spec_decode_num_nan_drafts", "spec_decode_plain_rounds", "spec_decode_expected_tokens", "steps", "graphed_steps", "num_nan_aborted_requests"
 }  # fmt: skip
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 FIRST_TOKEN_BOUNDS = (
@@ -177,6 +182,13 @@ class Metrics(Collector):
         for i, count in enumerate(stats.spec_accepted_per_pos):
             positions.add_metric([*self._values, str(i)], count)
         yield positions
+        if prefix == "tokenspeed":
+            rounds = CounterMetricFamily(
+                "tokenspeed:spec_decode_rounds", "Rounds by tree", labels=[*self._labels, "shape"]
+            )
+            for shape, count in stats.spec_rounds.items():
+                rounds.add_metric([*self._values, shape], count)
+            yield rounds
         ended = CounterMetricFamily(
             f"{prefix}:request_success", "Requests ended", labels=[*self._labels, "finished_reason"]
         )

@@ -16,6 +16,7 @@ from tokenspeed.spec.options import (
     parse_shape,
     plain_above,
     speculation,
+    trees_for,
 )
 
 
@@ -188,12 +189,25 @@ def test_wrong_batch_size_limits(config, words):
     ("device", "found", "shape"),
     [
         ("cpu", "/dev/nvidiactl", CPU_SHAPES),
-        ("cuda", None, GPU_SHAPES),
+        ("cuda", None, tuple(GPU_SHAPES)),
         ("auto", None, CPU_SHAPES),
-        ("auto", "/dev/nvidiactl", GPU_SHAPES),
-        ("auto", "/dev/kfd", GPU_SHAPES),
+        ("auto", "/dev/nvidiactl", tuple(GPU_SHAPES)),
+        ("auto", "/dev/kfd", tuple(GPU_SHAPES)),
     ],
 )
 def test_the_default_tree_follows_the_device(monkeypatch, device, found, shape):
     monkeypatch.setattr("os.path.exists", lambda path: path == found)
     assert default_shapes(device) == shape
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
+def test_a_gpu_has_a_few_trees_for_each_batch(batch):
+    trees = trees_for(batch, tuple(GPU_SHAPES))
+    assert 1 <= len(trees) <= 4
+    assert all(check_shape(shape, "table") is shape and batch * shape.nodes <= 1024 for shape in trees)
+
+
+def test_a_pinned_tree_is_for_every_batch():
+    shape = next(iter(GPU_SHAPES))
+    assert all(trees_for(batch, (shape,)) == (shape,) for batch in (1, 64, 300))
+    assert trees_for(8, CPU_SHAPES) == CPU_SHAPES and trees_for(8, ()) == ()

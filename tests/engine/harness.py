@@ -39,7 +39,7 @@ class InProcessEngine:
             eos_token_ids=self.resolved.eos_token_ids,
             enable_prefix_caching=self.resolved.config.enable_prefix_caching,
         )
-        plan = plan_for(self.resolved.shapes, self.resolved.plain_above, built.info.get("round_us"))
+        plan = plan_for(self.resolved.shapes, self.resolved.plain_above, built.info.get("calibration"))
         self.scheduler = Scheduler(limits, plan)
         self.answers: dict[int, Answer] = {}  # by request number
         self._under_way: deque[Launched] = deque()

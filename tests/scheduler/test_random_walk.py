@@ -16,6 +16,8 @@ SHAPES = [None, Shape(2, 1, 3), Shape(3, 2, 6), Shape(4, 4, 16)]
 class Changing:
     """Another shape each step, as a cost model may choose."""
 
+    expected_tokens = 0.0
+
     def __init__(self, rng: random.Random):
         self._rng = rng
 

@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from tokenspeed.config import Shape
+from tokenspeed.spec.calibration import Calibration, encode
 from tokenspeed.spec.cost import Costs
 from tokenspeed.spec.gain import Acceptance, Gain, Offset, default_prior
 from tokenspeed.spec.plan import AdaptivePlan, StaticPlan, plan_for
@@ -67,6 +68,7 @@ class Load:
         self.world, self.plan, self.noise = world, plan, noise
         self.rows = [Row(world.rng) for _ in range(batch)]
         self.used: dict[Shape | None, int] = {}
+        self.made = 0  # tokens that were emitted in rounds with trees
 
     def regret(self, rounds: int) -> float:
         """Share of the oracle's tokens that the plan did not make in the same time."""
@@ -82,6 +84,7 @@ class Load:
             possible += max(speeds) * time
             seen = time * math.exp(rng.gauss(0, self.noise)) * (5 if rng.random() < 0.01 else 1)
             rows = [(row, world.accepted(shape, row) if shape else 0) for row in self.rows]
+            self.made += sum(accepted + 1 for _, accepted in rows) if shape else 0
             self.plan.observe(shape, rows, int(seen))
         return 1 - made / possible
 
@@ -209,6 +212,30 @@ def test_the_plan_of_a_server():
     assert plan_for((), None, None).choose(rows) is None
     limited = StaticPlan(SHAPES[1], 8)
     assert [limited.choose(rows * n) for n in (1, 8, 9, 64)] == [SHAPES[1]] * 2 + [None] * 2
-    timed = "[[1, null, 100.0], [1, [3, 2, 6], 110.0], [8, null, 100.0], [8, [3, 2, 6], 900.0]]"
-    plan = plan_for((SHAPES[0],), None, timed)
+    size = (3, 2, 6)
+    times = [(1, None, 100.0), (1, size, 110.0), (8, None, 100.0), (8, size, 900.0)]
+    plan = plan_for(SHAPES, None, encode(Calibration(times)))
     assert plan.choose(rows) == SHAPES[0] and plan.choose(rows * 8) is None
+    hopeless = Calibration(times, priors=[(size, [0.01] * 3)])
+    assert plan_for(SHAPES, None, encode(hopeless)).choose(rows) is None
+
+
+def test_a_batch_uses_the_trees_it_was_timed_with():
+    """The small tree at 8 requests, the large one at 1, and 4 run in the graphs of 8."""
+    large, small = SHAPES[3], SHAPES[0]
+    table = {(1, None): 100.0, (1, large): 101.0, (8, None): 100.0, (8, small): 101.0}
+    costs = Costs(table)
+    assert costs.time(4, large) == costs.time(1, small) == costs.time(8, large) == math.inf
+    assert Costs(table, padded=False).time(4, large) == math.inf
+    costs.learn(8, large, 0, 5.0)  # an answer from before the batch grew
+    plan = AdaptivePlan(Gain({s: default_prior(s) for s in (large, small)}), costs, (large, small))
+    rows = [Row(random.Random(0))]
+    assert [plan.choose(rows * n) for n in (1, 4, 8, 1)] == [large, small, small, large]
+
+
+def test_the_plan_counts_what_it_expected():
+    world = World(0, 0.0)
+    plan = plan_in(world, 0.0)
+    load = Load(world, plan, 8, 0.05)
+    load.regret(300)
+    assert plan.expected_tokens == pytest.approx(load.made, rel=0.1)

@@ -11,6 +11,7 @@ COMMANDS = {
     "bench": "measure a server or the offline engine with real prompts",
     "chat": "talk to a server in the terminal",
     "draft": "judge or convert a draft model",
+    "calibrate": "time this machine, so that serve picks the best trees from the start",
     "version": "print the versions of tokenspeed and of what it runs on",
 }
 
@@ -52,7 +53,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _usage() -> str:
-    rows = "\n".join(f"  {name:<9}{about}" for name, about in COMMANDS.items())
+    rows = "\n".join(f"  {name:<11}{about}" for name, about in COMMANDS.items())
     return (
         "usage: tokenspeed COMMAND [options]\n\n"
         f"commands:\n{rows}\n\n"

@@ -80,7 +80,7 @@ def decode(
     from tokenspeed.bench.offline import measure
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed)
-    with LLM(**{**overrides(config), **_only(shape, config)}) as llm:
+    with LLM(**{**overrides(config), **only(shape, config)}) as llm:
         print(f"decoding with shape {shape}", file=sys.stderr)
         _, records = measure(llm, prompts, args.concurrency, params, show=True)
         info = llm.info
@@ -102,7 +102,7 @@ def replay_all(config: Config, decoded: dict[Shape, list[Record]]) -> dict[Shape
     texts = [(shape, record) for shape, records in decoded.items() for record in records]
     longest = max(len(record.prompt_ids) + len(record.token_ids) for _, record in texts)
     bars = Bars(sys.stderr)
-    options = _only(next(iter(decoded)), config)
+    options = only(next(iter(decoded)), config)
     alone = {"max_num_seqs": 1, "enforce_eager": True}
     alone["kv_cache_tokens"] = pool_tokens(longest, config.page_size)
     engine = build(
@@ -154,7 +154,7 @@ def _verdict(found: dict[str, Any]) -> str:
     )
 
 
-def _only(shape: Shape, config: Config) -> dict[str, Any]:
+def only(shape: Shape, config: Config) -> dict[str, Any]:
     """The options that leave `shape` as the one shape, whatever spelling the user chose."""
     method, draft, _ = speculation(config)
     return {

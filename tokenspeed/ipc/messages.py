@@ -133,6 +133,7 @@ class StepDone(Message):
     prompt_logprobs: dict[int, list[Logprobs]] = {}  # prefill row -> entries of tokens start+1 .. start+count
     failed: dict[int, str] = {}  # row -> why (NaN logits); its tokens are to be ignored
     graphed: bool = False  # the round was a CUDA graph's replay
+    num_nan_drafts: int = 0  # decode rows whose draft logits were NaN; their tokens are good
 
 
 # ---- scheduler -> tokenizer
@@ -221,6 +222,7 @@ class Stats(Message):
     pages_cached: int = 0
     counters: dict[str, float] = {}  # since start: see metrics.py for the names
     spec_accepted_per_pos: list[int] = []
+    spec_rounds: dict[str, int] = {}  # by tree, "plain" for none; a round of many requests is one
 
 
 # ---- lifecycle, any child -> launcher (Ready and Dead also launcher -> server)

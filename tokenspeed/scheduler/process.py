@@ -127,7 +127,7 @@ def run(child: Child) -> None:
         eos_token_ids=resolved.eos_token_ids,
         enable_prefix_caching=resolved.config.enable_prefix_caching,
     )
-    plan = plan_for(resolved.shapes, resolved.plain_above, info.get("round_us"))
+    plan = plan_for(resolved.shapes, resolved.plain_above, info.get("calibration"))
     pull = Pull(address(resolved.run_dir, "scheduler"), ToScheduler)
     loop = SchedulerLoop(
         Scheduler(limits, plan),

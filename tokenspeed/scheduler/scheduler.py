@@ -261,6 +261,7 @@ class Scheduler:
             f"step {done.step}: counts and tokens don't fit"
         )
         self.counters.graphed_steps += done.graphed
+        self.counters.spec_decode_num_nan_drafts += done.num_nan_drafts
         outputs: list[Output] = []
         at = 0
         for row, (request, end) in enumerate(flight.prefill):
@@ -286,11 +287,10 @@ class Scheduler:
             assert 1 <= len(new) <= most, f"{len(new)} tokens from a round of at most {most}"
             request.least -= 1
             request.most -= most
-            if not num_drafted:
-                self.counters.spec_decode_plain_rounds += 1
             seen.append((request, len(new) - 1))
             outputs.append(self._commit(request, row, new, done, num_drafted))
         self.plan.observe(flight.shape, seen, None if flight.prefill else done.elapsed_us)
+        self.counters.count_round(flight.shape, len(seen), self.plan.expected_tokens)
         return outputs
 
     def _end_chunk(self, request: Request, end: int, row: int, done: StepDone) -> bool:
@@ -376,6 +376,7 @@ class Scheduler:
             pages_cached=self.cache.num_cached,
             counters=self.counters.as_dict(),
             spec_accepted_per_pos=self.counters.accepted_per_pos(),
+            spec_rounds=dict(self.counters.rounds),
         )
 
     def check(self) -> None:

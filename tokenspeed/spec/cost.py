@@ -13,13 +13,13 @@ class Costs:
 
     Args:
         table: time of a round by (batch, shape), measured with next to no context; None is a plain round.
-            Every shape needs the same batches.
+            Trees that a batch has no time for are not for it: they take for ever.
         per_token: time of each token of context, by shape.
         padded: a round of another batch takes as long as the next larger one of the table (CUDA graphs);
             else the time is interpolated.
 
     Raises:
-        ValueError: no times, a time that is not positive, or a batch that a shape lacks.
+        ValueError: no times, a time that is not positive, or a batch without a plain round.
     """
 
     def __init__(
@@ -31,9 +31,8 @@ class Costs:
         if not table or min(table.values()) <= 0 or not all(map(math.isfinite, table.values())):
             raise ValueError("times of rounds must be positive numbers")
         self.batches = sorted({batch for batch, _ in table})
-        self.shapes = list(dict.fromkeys(shape for _, shape in table))
-        if len(table) != len(self.batches) * len(self.shapes):
-            raise ValueError("every shape needs a time for every batch")
+        if any((batch, None) not in table for batch in self.batches):
+            raise ValueError("every batch needs the time of a plain round")
         self._logs = {key: math.log(time) for key, time in table.items()}
         self._per_token, self._padded = per_token or {}, padded
 
@@ -44,21 +43,27 @@ class Costs:
     def learn(self, batch: int, shape: Shape | None, context: int, elapsed: float) -> None:
         """Books a round that took `elapsed` microseconds. One outlier moves little."""
         context_time = self._per_token.get(shape, 0.0) * context
-        seen = max(elapsed - context_time, 0.1 * elapsed)
-        if seen <= 0:
+        seen, expected = max(elapsed - context_time, 0.1 * elapsed), self._without_context(batch, shape)
+        if seen <= 0 or expected == math.inf:
             return
-        off = math.log(seen / self._without_context(batch, shape))
+        off = math.log(seen / expected)
         off = min(max(_RATE * off, -_MOST), _MOST)
         for at in self._around(batch):
-            self._logs[at, shape] += off
+            if (at, shape) in self._logs:
+                self._logs[at, shape] += off
 
     def _without_context(self, batch: int, shape: Shape | None) -> float:
         around = self._around(batch)
         if len(around) == 1:
             # Beyond the table a round takes as long as its rows' share of the last one.
-            return math.exp(self._logs[around[0], shape]) * max(1.0, batch / self.batches[-1])
-        low, high = (math.exp(self._logs[at, shape]) for at in around)
+            return self._at(around[0], shape) * max(1.0, batch / self.batches[-1])
+        low, high = (self._at(at, shape) for at in around)
+        if math.inf in (low, high):
+            return math.inf
         return low + (high - low) * (batch - around[0]) / (around[1] - around[0])
+
+    def _at(self, batch: int, shape: Shape | None) -> float:
+        return math.exp(self._logs.get((batch, shape), math.inf))
 
     def _around(self, batch: int) -> tuple[int, ...]:
         """The batches of the table that decide about this one."""

@@ -8,7 +8,17 @@ from tokenspeed.config import METHODS, Config, Shape
 from tokenspeed.errors import ConfigError
 
 MAX_STEPS, MAX_NODES, MAX_LANES = 16, 64, 64
-GPU_SHAPES = (Shape(8, 4, 16),)
+# Trees of a GPU that was not calibrated, with the least and the most requests of a round that may use them: few
+# requests leave room for many nodes beside the weights that are read anyway.
+GPU_SHAPES = {
+    Shape(8, 4, 16): (1, 32),
+    Shape(7, 10, 60): (1, 2),
+    Shape(6, 6, 32): (4, 12),
+    Shape(4, 2, 8): (1, 16),
+    Shape(5, 4, 8): (12, 96),
+    Shape(3, 2, 4): (24, 256),
+    Shape(2, 1, 3): (48, 256),
+}
 # A draft step costs more on a CPU, beside a target pass. To compare: benchmarks/cpu_transformers.py --shape S/K/N.
 CPU_SHAPES = (Shape(6, 4, 16), Shape(3, 2, 6))
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, WSL
@@ -27,7 +37,14 @@ _CONFIG_KEYS = (
 def default_shapes(device: str) -> tuple[Shape, ...]:
     """The trees for --device `device`, the one for a single request first; "auto" is a GPU if there is one."""
     on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DEVICES)))
-    return CPU_SHAPES if on_cpu else GPU_SHAPES
+    return CPU_SHAPES if on_cpu else tuple(GPU_SHAPES)
+
+
+def trees_for(batch: int, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """Those of `shapes` that rounds of `batch` requests may use."""
+    everywhere = (1, batch)
+    ranges = {shape: GPU_SHAPES.get(shape, everywhere) if len(shapes) > 1 else everywhere for shape in shapes}
+    return tuple(shape for shape, (least, most) in ranges.items() if least <= batch <= most)
 
 
 def parse_shape(text: str) -> Shape:

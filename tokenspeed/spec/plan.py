@@ -1,12 +1,14 @@
 """Which tree a round uses: the pinned one, or the one that brings most tokens a second now. No torch (scheduler)."""
 
-import json
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 from tokenspeed.config import Shape
+from tokenspeed.spec.calibration import decode
+from tokenspeed.spec.choose import priors_of
 from tokenspeed.spec.cost import Costs
-from tokenspeed.spec.gain import Gain, Offset, default_prior
+from tokenspeed.spec.gain import Gain, Offset
 
 _HYSTERESIS = 1.02  # another shape has to be so much faster than the last one
 _PROBE_SHARE = 0.01  # of the time goes into seeing whether speculation pays again
@@ -28,6 +30,7 @@ class StaticPlan:
 
     def __init__(self, shape: Shape | None, plain_above: int | None = None):
         self.shape, self.plain_above = shape, plain_above
+        self.expected_tokens = 0.0  # nothing is expected
 
     def choose(self, rows: Sequence[Row]) -> Shape | None:
         """The tree for a round of these requests; None is a plain round."""
@@ -56,6 +59,7 @@ class AdaptivePlan:
         self._last: Shape | None = None
         self._rounds = 0
         self._tried = dict.fromkeys(self._shapes, 0)  # number of the last round that used it
+        self.expected_tokens = 0.0  # of every row of a round with a tree, since the start
 
     def choose(self, rows: Sequence[Row]) -> Shape | None:
         """The tree for a round of these requests; None is a plain round."""
@@ -64,12 +68,12 @@ class AdaptivePlan:
         self._rounds += 1
         context = sum(row.num_tokens for row in rows)
         offsets = [row.offset for row in rows]
-        every: tuple[Shape | None, ...] = (None, *self._shapes)
-        times = {s: self.costs.time(len(rows), s, context) for s in every}
-        tokens = {s: self.gain.tokens(s, offsets) for s in every}
-        speeds = {s: tokens[s] / times[s] for s in every}
-        best = max(every, key=speeds.__getitem__)
-        if speeds[best] < _HYSTERESIS * speeds[self._last]:
+        every = {s: self.costs.time(len(rows), s, context) for s in (None, *self._shapes)}
+        times = {s: time for s, time in every.items() if time < math.inf}
+        tokens = {s: self.gain.tokens(s, offsets) for s in times}
+        speeds = {s: tokens[s] / times[s] for s in times}
+        best = max(speeds, key=speeds.__getitem__)
+        if speeds[best] < _HYSTERESIS * speeds.get(self._last, 0.0):
             best = self._last
         self._last = best
         chosen = self._due(best, times, tokens) or best
@@ -87,6 +91,7 @@ class AdaptivePlan:
         if shape is None:
             self.gain.pass_by()
         elif rows:
+            self.expected_tokens += self.gain.tokens(shape, [row.offset for row, _ in rows])
             self.gain.update(shape, [(row.offset, accepted) for row, accepted in rows])
         if elapsed_us and rows:
             context = sum(row.num_tokens for row, _ in rows)
@@ -94,9 +99,9 @@ class AdaptivePlan:
 
     def _due(self, best: Shape | None, times: dict, tokens: dict) -> Shape | None:
         """A shape whose turn it is to be tried, the best one aside."""
-        others = [s for s in self._shapes if s != best]
+        others = [s for s in times if s not in (best, None)]
         share = _COMPARE_SHARE
-        if best is None:  # any tree tells how predictable the text is: the most promising one will do
+        if best is None and others:  # any tree tells how predictable the text is: take the most promising
             others, share = [max(others, key=lambda s: tokens[s] / times[s])], _PROBE_SHARE
         for shape in others:
             # Rounds of the best kind that are lost by one round of this one.
@@ -107,11 +112,14 @@ class AdaptivePlan:
 
 
 def plan_for(
-    shapes: Sequence[Shape], plain_above: int | None, round_us: str | None
+    shapes: Sequence[Shape], plain_above: int | None, calibration: str | None
 ) -> StaticPlan | AdaptivePlan:
-    """The plan of a server: adaptive where the worker has timed its rounds (`worker.calibrate.round_times`)."""
-    if round_us is None:
+    """The plan of a server: adaptive where the worker has timed its rounds (`spec.calibration.encode`)."""
+    if calibration is None:
         return StaticPlan(shapes[0] if shapes else None, plain_above)
-    table = {(batch, Shape(*size) if size else None): time for batch, size, time in json.loads(round_us)}
-    gain = Gain({shape: default_prior(shape) for shape in shapes})
-    return AdaptivePlan(gain, Costs(table, padded=False), shapes, plain_above)
+    found = decode(calibration)
+    table = {(batch, Shape(*size) if size else None): us for batch, size, us in found.times}
+    per_token = {Shape(*size) if size else None: us for size, us in found.per_token}
+    trees = list(dict.fromkeys(shape for _, shape in table if shape))
+    gain = Gain(priors_of(found))
+    return AdaptivePlan(gain, Costs(table, per_token, found.padded), trees, plain_above)

@@ -1,41 +1,156 @@
-"""How long rounds take on this machine, measured when the worker starts."""
+"""How long rounds take on this machine: measured when the worker starts, and by `tokenspeed calibrate`."""
 
-import json
+import hashlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from tokenspeed.config import Shape
+from tokenspeed import __version__, kernels
+from tokenspeed.config import Resolved, Shape
+from tokenspeed.spec.calibration import Calibration, size_of
+from tokenspeed.spec.options import trees_for
 from tokenspeed.worker.engine import Engine
+from tokenspeed.worker.graph import GraphSet
 
 REPEATS, PATIENCE = 3, 0.5  # rounds timed of a kind; seconds after which one is enough
 CPU_BATCHES = (1, 4, 8)  # in between, times are interpolated
+CONTEXT = 1024  # tokens a request, for what context costs
+CONTEXT_BATCH = 64  # requests at most, for the same
+CONTEXT_TOKENS = CONTEXT_BATCH * (CONTEXT + 256)  # of a pool that has room for it
+
+Ladder = Mapping[int, Sequence[Shape | None]]  # what is timed (or captured) for each batch
+Progress = Callable[[str, int, int], None]
+
+
+def ladder_for(
+    batches: Iterable[int], shapes: tuple[Shape, ...], known: Calibration | None = None
+) -> dict[int, tuple[Shape | None, ...]]:
+    """The rounds of each batch, plain ones included: as calibrated, else `spec.options.trees_for`."""
+    if known is None:
+        return {batch: (None, *trees_for(batch, shapes)) for batch in sorted(batches)}
+    trees = known.ladder()
+    measured = sorted(trees)
+    at = {batch: min(bisect_left(measured, batch), len(measured) - 1) for batch in sorted(batches)}
+    return {batch: (None, *trees[measured[i]]) for batch, i in at.items()}
+
+
+def key_of(resolved: Resolved, device: str, dtype: torch.dtype) -> dict[str, str | int | bool]:
+    """What a calibration holds for: another machine, model, draft or version has other times."""
+    config = resolved.config
+    return {
+        "device": device,
+        "model": _fingerprint(resolved.model_dir),
+        "draft": _fingerprint(resolved.draft_dir) if resolved.draft_dir else "",
+        "draft_head": config.draft_head,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "batch_invariant": config.batch_invariant,
+        "graphs": not config.enforce_eager,
+        "kernels": os.environ.get(kernels.registry.ENV, ""),
+        "tokenspeed": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _fingerprint(directory: str) -> str:
+    """Of a checkpoint: its configuration, and its files' names and sizes."""
+    path = Path(directory)
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return digest.hexdigest()[:16]
 
 
 @torch.inference_mode()
-def round_times(
-    engine: Engine,
-    shapes: Sequence[Shape],
-    batches: Sequence[int],
-    progress: Callable[[str, int, int], None],
-) -> str:
-    """Microseconds of eager rounds with next to no context, the least of a few; for `spec.plan.plan_for`.
+def calibrate(engine: Engine, graphs: GraphSet | None, ladder: Ladder, progress: Progress) -> Calibration:
+    """Times each batch and tree of `ladder`, the least of a few rounds; with graphs also what context costs.
 
-    Returns:
-        JSON: a list of [batch, [S, K, N] or null for a plain round, microseconds].
+    Must run before the first request: it uses slots and pages as if nothing lay there.
+
+    Args:
+        graphs: which holds all of `ladder`; None for eager rounds.
+        ladder: with None (a plain round) for every batch.
     """
-    todo = [(batch, shape) for batch in batches for shape in (None, *shapes)]
-    found = []
+    run = _replay(graphs) if graphs else _eager(engine)
+    todo = [(batch, shape) for batch, shapes in ladder.items() for shape in shapes]
+    times = {}
     for done, (batch, shape) in enumerate(todo):
         progress("timing rounds", done, len(todo))
-        slots = torch.full((batch,), engine.state.dummy, device=engine.state.device)
-        times: list[float] = []
-        while len(times) <= REPEATS and sum(times) < PATIENCE:
-            started = time.perf_counter()
-            engine.round(slots, [], shape, None)
-            times.append(time.perf_counter() - started)
-        size = None if shape is None else [shape.steps, shape.topk, shape.nodes]
-        found.append([batch, size, round(min(times) * 1e6, 1)])
+        times[batch, shape] = _time(run, [engine.state.dummy] * batch, shape)
+    per_token = {}
+    if graphs:
+        for shape in dict.fromkeys(shape for _, shape in todo):
+            batches = [batch for batch, shapes in ladder.items() if shape in shapes]
+            batch = max((b for b in batches if b <= CONTEXT_BATCH), default=min(batches))
+            per_token[shape] = _context_cost(engine, run, batch, shape)
     progress("timing rounds", len(todo), len(todo))
-    return json.dumps(found)
+    return Calibration(
+        times=[(batch, size_of(shape), round(us, 1)) for (batch, shape), us in times.items()],
+        per_token=[(size_of(shape), us) for shape, us in per_token.items()],
+        padded=graphs is not None,
+    )
+
+
+def _replay(graphs: GraphSet) -> Callable[[list[int], Shape | None], None]:
+    def run(slots: list[int], shape: Shape | None) -> None:
+        graphs.replay(slots, shape)
+        torch.cuda.synchronize()
+
+    return run
+
+
+def _eager(engine: Engine) -> Callable[[list[int], Shape | None], None]:
+    device = engine.state.device
+
+    def run(slots: list[int], shape: Shape | None) -> None:
+        engine.round(torch.tensor(slots, device=device), [], shape, None)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def _time(run: Callable, slots: list[int], shape: Shape | None) -> float:
+    """Microseconds."""
+    times: list[float] = []
+    while len(times) <= REPEATS and sum(times) < PATIENCE:
+        started = time.perf_counter()
+        run(slots, shape)
+        times.append(time.perf_counter() - started)
+    return min(times) * 1e6
+
+
+def _context_cost(engine: Engine, run: Callable, batch: int, shape: Shape | None) -> float:
+    """Microseconds a round takes longer for each token of context, at least 0."""
+    slots = list(range(min(batch, engine.state.num_slots)))
+    times = []
+    for length in (2, CONTEXT):
+        with _requests(engine, slots, length) as fits:
+            if not fits:
+                return 0.0
+            times.append(_time(run, slots, shape))
+    return max(0.0, (times[1] - times[0]) / (len(slots) * (CONTEXT - 2)))
+
+
+@contextmanager
+def _requests(engine: Engine, slots: list[int], length: int) -> Iterator[bool]:
+    """As if requests of `length` tokens were in `slots`, each with pages of its own. Yields whether they fit."""
+    state = engine.state
+    room = length + REPEATS * 32  # rounds make them longer
+    pages = -(-room // state.page_size)
+    if pages > state.num_columns - 1 or pages * len(slots) >= engine.pool.num_pages:
+        yield False
+        return
+    table = torch.arange(1, len(slots) * pages + 1, device=state.device, dtype=torch.int32)
+    state.block_table[slots, :pages] = table.view(len(slots), pages)
+    state.lengths[slots] = length
+    try:
+        yield True
+    finally:
+        state.block_table[slots] = 0
+        state.lengths[slots] = 0

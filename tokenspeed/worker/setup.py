@@ -12,15 +12,16 @@ import torch.nn.functional as F
 
 from tokenspeed.attention.kv_pool import KvPool
 from tokenspeed.attention.select import Backend
-from tokenspeed.config import Resolved
+from tokenspeed.config import Config, Resolved
 from tokenspeed.errors import ConfigError
 from tokenspeed.hub.checkpoint import num_elements
 from tokenspeed.layers.rotary import rope_table
 from tokenspeed.models.weights import load_model
 from tokenspeed.sampling.edits import LogitEdits
+from tokenspeed.spec.calibration import encode, load
 from tokenspeed.spec.eagle4.config import check_draft
 from tokenspeed.spec.eagle4.load import load_drafter
-from tokenspeed.worker.calibrate import CPU_BATCHES, round_times
+from tokenspeed.worker.calibrate import CPU_BATCHES, Ladder, calibrate, key_of, ladder_for
 from tokenspeed.worker.engine import Engine
 from tokenspeed.worker.graph import BUCKETS, GraphSet
 from tokenspeed.worker.memory import CPU_KV_BYTES, CPU_KV_SHARE, GIB, MemoryPlan, available_cpu_memory
@@ -105,8 +106,11 @@ def build(resolved: Resolved, progress: Progress) -> Built:
             1, config.page_size, draft_config.num_kv_heads, draft_config.head_dim, dtype
         )
         plan.page_bytes += plan.draft_page_bytes
-    plan.parts["workspace"] = _workspace(resolved, max_tokens, max_num_seqs, element, on_cpu)
     captured = not on_cpu and not config.enforce_eager
+    adaptive = len(resolved.shapes) > 1
+    known = load(key_of(resolved, _name(device), dtype)) if adaptive else None
+    ladder = ladder_for(batches_for(config, on_cpu, max_num_seqs), resolved.shapes, known)
+    plan.parts["workspace"] = _workspace(resolved, max_tokens, ladder, element, on_cpu)
     if captured:
         plan.parts["graphs"] = GRAPH_BYTES
     if not on_cpu:  # what the runtime itself has taken
@@ -147,7 +151,9 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         SamplingState(max_num_seqs, device),
         LogitEdits(resolved.model.vocab_size, resolved.eos_token_ids, device),
     )
-    graphs = _graphs(engine, resolved, max_num_seqs, progress) if captured else None
+    graphs = GraphSet(engine, ladder) if captured else None
+    if graphs:
+        graphs.capture(progress)
     for line in plan.lines(resolved.max_model_len):
         progress(line, 0, 0)
     progress(f"running on {_name(device)} in {str(dtype).removeprefix('torch.')}", 0, 0)
@@ -163,10 +169,15 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         **{f"memory_{name}": size for name, size in plan.parts.items()},
         "memory_kv": plan.num_pages * plan.page_bytes,
     }
-    if len(resolved.shapes) > 1:
-        batches = [batch for batch in CPU_BATCHES if batch < max_num_seqs] + [max_num_seqs]
-        info["round_us"] = round_times(engine, resolved.shapes, batches, progress)
+    if adaptive:
+        info["calibration"] = encode(known or calibrate(engine, graphs, ladder, progress))
     return Built(Runner(engine, graphs, config.page_size), info)
+
+
+def batches_for(config: Config, on_cpu: bool, max_num_seqs: int) -> set[int]:
+    """Numbers of requests that rounds are captured (or, on a CPU, timed) for."""
+    batches = CPU_BATCHES if on_cpu else config.cudagraph_capture_sizes or BUCKETS
+    return {*(b for b in batches if b < max_num_seqs), max_num_seqs}
 
 
 def choose_device(name: str) -> torch.device:
@@ -203,25 +214,12 @@ def _time_linear(dtype: torch.dtype, resolved: Resolved) -> float:
     return best
 
 
-def _graphs(engine: Engine, resolved: Resolved, max_num_seqs: int, progress: Progress) -> GraphSet:
-    wanted = resolved.config.cudagraph_capture_sizes or BUCKETS
-    buckets = (*(b for b in wanted if b < max_num_seqs), max_num_seqs)
-    graphs = GraphSet(engine, buckets, (*resolved.shapes, None))
-    started = time.perf_counter()
-    before = torch.cuda.memory_reserved()
-    graphs.capture(progress)
-    size = (torch.cuda.memory_reserved() - before) / GIB
-    progress(f"captured {len(buckets) * len(graphs.shapes)} CUDA graphs in {time.perf_counter() - started:.1f} s, "
-             f"{size:.2f} GiB", 0, 0)  # fmt: skip
-    return graphs
-
-
-def _workspace(resolved: Resolved, prefill_tokens: int, seqs: int, element: int, on_cpu: bool) -> int:
+def _workspace(resolved: Resolved, prefill_tokens: int, ladder: Ladder, element: int, on_cpu: bool) -> int:
     """Bytes of the largest activations: MLP rows of a prefill chunk, float32 logits of every tree node twice."""
     model = resolved.model
-    nodes = max((s.nodes for s in resolved.shapes), default=1)
+    rows = max(batch * (shape.nodes if shape else 1) for batch, shapes in ladder.items() for shape in shapes)
     mlp = prefill_tokens * (3 * model.intermediate_size + 8 * model.hidden_size) * element
-    logits = (1 if on_cpu else 2) * seqs * nodes * model.vocab_size * 4
+    logits = (1 if on_cpu else 2) * rows * model.vocab_size * 4
     return mlp + logits
 
 

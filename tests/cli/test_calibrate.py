@@ -1,0 +1,55 @@
+"""`tokenspeed calibrate` on a tiny model: what it prints and keeps, and that an engine then starts with it."""
+
+import json
+
+import pytest
+
+from tokenspeed import LLM, SamplingParams
+from tokenspeed.cli import main
+
+OPTIONS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-tokens", "2048", "--max-num-seqs", "4")
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch, tiny_model_dir, tiny_draft_dir):
+    monkeypatch.setenv("TOKENSPEED_CACHE", str(tmp_path / "cache"))
+    target = tiny_model_dir("llama")
+    return [str(target), "--draft", str(tiny_draft_dir(target))]
+
+
+def test_calibrate_and_use(models, tmp_path, capsys):
+    plot = tmp_path / "plot.png"
+    load = [
+        "--candidates",
+        "3/2/6",
+        "2/1/3",
+        "1/1/2",
+        "--batches",
+        "1,4",
+        "--num-prompts",
+        "2",
+        "--max-tokens",
+        "24",
+    ]
+    assert main(["calibrate", *models, *OPTIONS, *load, "--plot", str(plot)]) == 0, capsys.readouterr()
+    out = capsys.readouterr().out
+    assert all(tree in out for tree in ("plain", "3/2/6", "2/1/3", "1/1/2"))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (path,) = (tmp_path / "cache" / "calibration").iterdir()
+    found = json.loads(path.read_text())["calibration"]
+    assert {batch for batch, _, _ in found["times"]} == {1, 4} and str(path) in out
+    assert all(us > 0 for _, _, us in found["times"]) and len(found["priors"]) == 3
+    found["times"] = [[batch, size, 1e6 if size is None else 1e3] for batch, size, _ in found["times"]]
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, "calibration": found}))  # nothing but the file can lead to these times
+    with LLM(models[0], draft=models[2], spec="eagle4", device="cpu", dtype="float32", kv_cache_tokens=2048,
+             max_num_seqs=4) as llm:  # fmt: skip
+        assert json.loads(llm.info["calibration"])["times"] == found["times"]
+        (out,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+        assert out.outputs[0].metrics["num_drafted"] > 0
+
+
+def test_what_can_not_be_done(models, tmp_path, capsys):
+    assert main(["calibrate", *models, *OPTIONS, "--candidates", "9/9"]) == 2
+    assert "STEPS/TOPK/NODES" in capsys.readouterr().err
+    assert main(["calibrate", str(tmp_path / "none"), *OPTIONS]) == 2
