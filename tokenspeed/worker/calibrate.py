@@ -130,7 +130,7 @@ def _context_cost(engine: Engine, run: Callable, batch: int, shape: Shape | None
     slots = list(range(min(batch, engine.state.num_slots)))
     times = []
     for length in (2, CONTEXT):
-        with _requests(engine, slots, length) as fits:
+        with requests(engine, slots, length) as fits:
             if not fits:
                 return 0.0
             times.append(_time(run, slots, shape))
@@ -138,7 +138,7 @@ def _context_cost(engine: Engine, run: Callable, batch: int, shape: Shape | None
 
 
 @contextmanager
-def _requests(engine: Engine, slots: list[int], length: int) -> Iterator[bool]:
+def requests(engine: Engine, slots: list[int], length: int) -> Iterator[bool]:
     """As if requests of `length` tokens were in `slots`, each with pages of its own. Yields whether they fit."""
     state = engine.state
     room = length + REPEATS * 32  # rounds make them longer
