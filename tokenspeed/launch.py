@@ -21,7 +21,7 @@ from tokenspeed.ipc.messages import Dead, Drain, Progress, Ready, ToLauncher, To
 from tokenspeed.ipc.process import start_child
 from tokenspeed.models.config import load_model_config
 from tokenspeed.progress import Bars
-from tokenspeed.spec.eagle4.config import check_draft
+from tokenspeed.spec.eagle4.config import check_draft, fitting_shapes
 from tokenspeed.spec.options import plain_above, speculation
 
 LOAD_TIMEOUT = 3600.0  # seconds for weights to load and graphs to be captured
@@ -63,7 +63,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None]) -> Resolv
     if method == "none":
         return resolved
     draft_dir = resolve_draft(draft, config.model, model_dir, method)
-    check_draft(draft_dir, method, model, model_dir, max(shape.steps for shape in shapes))
+    found = check_draft(draft_dir, method, model, model_dir, max(shape.steps for shape in shapes))
+    shapes = fitting_shapes(found, shapes, config.draft_head == "full")
     return replace(resolved, draft_dir=str(draft_dir), shapes=shapes, plain_above=limit)
 
 

@@ -49,7 +49,8 @@ COUNTERS = {
     "num_nan_aborted_requests": "Requests ended by logits that were not finite",
 }
 VLLM_COUNTERS = frozenset(COUNTERS) - {
-    "spec_decode_num_nan_drafts", "spec_decode_plain_rounds", "spec_decode_expected_tokens", "steps", "graphed_steps", "num_nan_aborted_requests"
+    "spec_decode_num_nan_drafts", "spec_decode_plain_rounds", "spec_decode_expected_tokens", "steps",
+    "graphed_steps", "num_nan_aborted_requests",
 }  # fmt: skip
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 FIRST_TOKEN_BOUNDS = (

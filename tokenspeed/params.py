@@ -20,10 +20,11 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one request. Names and meanings are OpenAI's and vLLM's.
 
-    Logits are changed in this order: repetition, frequency and presence penalties, logit_bias, min_tokens
-    mask, temperature, top_k, top_p (over what top_k kept, renormalised), min_p. A temperature under 1e-5 is
-    greedy. `seed` keys a counter-based generator together with the absolute position of the token, so equal
-    seeds draw equal numbers with speculation on and off and whatever else is in the batch.
+    Logits are changed in this order: repetition, frequency and presence penalties, logit_bias,
+    allowed_token_ids, min_tokens mask, temperature, top_k, top_p (over what top_k kept, renormalised), min_p.
+    A temperature under 1e-5 is greedy. `seed` keys a counter-based generator together with the absolute
+    position of the token, so equal seeds draw equal numbers with speculation on and off and whatever else is
+    in the batch.
     """
 
     n: int = 1
@@ -38,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all; end-of-sequence tokens are not added
     stop: tuple[str, ...] | str = ()  # a list is taken too
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -67,6 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             seed=_wrap64(seed + index * 0x9E3779B97F4A7C15),
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         )
 
     def check(self, vocab_size: int) -> None:
@@ -97,6 +100,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in self.logit_bias.items():
             check_token("logit_bias", token, vocab_size)
             check_float("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, (list, tuple)) or not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids must be a list of at least one id", "allowed_token_ids")
+            for token in self.allowed_token_ids:
+                check_token("allowed_token_ids", token, vocab_size)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
             raise RequestError("stop must be a string or a list of strings", "stop")

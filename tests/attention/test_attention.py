@@ -107,6 +107,21 @@ def test_padding_rows_stay_finite(backend: ModuleType):
     assert got[1].eq(0).all()
 
 
+@BACKENDS
+def test_what_others_left_in_the_pages_is_not_read(backend: ModuleType):
+    """NaN wherever no row of the requests lies: behind the shorter one's rows and in the dummy page."""
+    s = Sequences([3, 17], 5)
+    s.pool.data.fill_(torch.nan)
+    for (layer, b), (keys, values) in s.history.items():
+        for i, (k, v) in enumerate(zip(keys, values, strict=True)):
+            s.pool.slots(layer)[0, s.slot(b, i)], s.pool.slots(layer)[1, s.slot(b, i)] = k.float(), v
+    rows = s.tree(*chain_or_tree(s.generator, 2, 5))
+    attention = backend.TreeAttention(s.pool, rows, cos_sin(), WINDOWS, SCALE)
+    for layer, qkv in enumerate(s.rows(10)):
+        want = s.want_tree(layer, qkv, rows)
+        same(attention(layer, *qkv).view(want.shape), want)
+
+
 def lanes(s: Sequences, nodes: int, step: int, mask: list[list[int]]) -> TreeRows:
     lens = torch.tensor(s.lengths, dtype=torch.int32)
     indices = (lens[:, None] + step).expand(-1, nodes).long()

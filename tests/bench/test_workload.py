@@ -13,6 +13,7 @@ from tokenspeed.bench.acceptance import (
     by_depth,
     loops,
     per_depth,
+    recall,
     summary,
     table,
 )
@@ -149,6 +150,21 @@ def test_two_ways_to_count_stand_side_by_side():
     assert position.split() == ["position", "256-1024", "-", "-", "1.000", "1.000"]
     (code,) = (line for line in lines if line.startswith("code"))
     assert code.split() == ["code", "2", "50%", "3.019", "2.604", "3.019", "2.604"]
+
+
+def test_recall():
+    """Sums of rows, not means of shares; accounts that did not look, or have no candidate head, add nothing."""
+    looked = [
+        replace(RECORDS[0], recall=((8, 8), (4, 3))),
+        replace(RECORDS[1], recall=((12, 9),)),
+        RECORDS[2],
+    ]
+    found = recall(looked)
+    assert found == {"rows": 24, "all": 20 / 24, "by_step": [17 / 20, 3 / 4]}
+    assert recall(RECORDS) is None and recall([replace(RECORDS[0], recall=((0, 0),))]) is None
+    lines = table({"decoded": summary(RECORDS), "offline": summary(looked)}).splitlines()
+    (line,) = (line for line in lines if "candidates" in line)
+    assert line.endswith("full head's best token: 83.33% (by step: 85.0% 75.0%)")
 
 
 def test_summary_without_rounds():

@@ -33,6 +33,9 @@ def test_tiny(capsys, tmp_path, tiny_model_dir, tiny_draft_dir):
     same_rounds(found["3/2/6"])
     assert found["3/2/6"]["decoded"]["num_answers"] == 6
     assert found["3/2/6"]["decoded"]["all"]["accept_length"] > 1.1
+    recall = found["3/2/6"]["offline"]["recall"]
+    assert 0.5 < recall["all"] <= 1 and len(recall["by_step"]) == 3
+    assert found["3/2/6"]["decoded"]["recall"] is None  # only the offline account sees the draft's rows
 
 
 @pytest.mark.gpu
@@ -55,3 +58,4 @@ def test_demo(capsys, tmp_path):
     for account in found.values():
         same_rounds(account)
     assert found["8/4/16"]["decoded"]["all"]["accept_length"] > 2.0
+    assert found["8/4/16"]["offline"]["recall"]["all"] > 0.95

@@ -52,6 +52,8 @@ def next_token(
         scores[token] -= params.frequency_penalty * times
         scores[token] -= params.presence_penalty if times else 0.0
         scores[token] += params.logit_bias.get(token, 0.0)
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            scores[token] = float("-inf")
     probs = softmax(np.array(scores) / params.temperature)
     if params.top_k > 0:
         least = sorted(probs, reverse=True)[min(params.top_k, len(probs)) - 1]

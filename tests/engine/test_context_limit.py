@@ -64,3 +64,23 @@ def test_answers_to_the_limit(target, draft, max_len, shape):
         assert [
             engine.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)
         ] == expected
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle4"])  # without and with a window
+def test_a_long_context_leaves_the_next_ones_alone(target, tiny_draft_dir, method):
+    """B22: 900 positions, where the draft's config has 128; what came before and after it is drafted alike."""
+    draft = str(tiny_draft_dir(target, method))
+    engine = InProcessEngine(
+        target, spec=method, draft=draft, spec_shape="6/4/16", enable_prefix_caching=False
+    )
+    short = [[(11 * i + 5 * j + j * j) % 297 + 3 for j in range(20)] for i in range(4)]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+    def accounts() -> list[tuple]:
+        answers = engine.generate(short, params)
+        return [(a.token_ids, a.finished.num_rounds, a.finished.accepted_per_depth) for a in answers]
+
+    before = accounts()
+    (long,) = engine.generate([[(7 * j + j * j) % 297 + 3 for j in range(900)]], params)
+    assert long.finished.num_accepted > 10 and sum(sum(depths) for _, _, depths in before) > 40
+    assert accounts() == before

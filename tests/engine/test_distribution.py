@@ -31,6 +31,7 @@ CASES = {
     "frequency below 0": dict(temperature=1.0, frequency_penalty=-2.0),
     "presence": dict(temperature=1.0, presence_penalty=-1.6),
     "logit_bias": dict(temperature=1.0, logit_bias={3: 1.5, 11: -2.0, 5: -100.0}),
+    "allowed_token_ids": dict(temperature=1.5, allowed_token_ids=(1, 4, 9, 11, 15), top_k=4),
     "all": dict(
         temperature=0.9,
         top_k=12,
@@ -41,7 +42,7 @@ CASES = {
         logit_bias={2: 1.0, 14: -1.0},
     ),
 }
-IN_MAKE_TEST = {"T 1": 20_000, "top_k top_p min_p": 4_000, "all": 4_000}
+IN_MAKE_TEST = {"T 1": 20_000, "top_k top_p min_p": 4_000, "allowed_token_ids": 4_000, "all": 4_000}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,15 @@ def test_a_mistake_is_noticed(monkeypatch, engine, exact, mistake, name):
     counts, _ = draw(engine, CASES[name], 2000)
     p = chi_square(counts, exact.sequences(PROMPT, LENGTH, SamplingParams(**CASES[name])))
     assert p < 1e-12
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_temperature_is_never_ignored(target, engine, speculative):
+    """B16: twenty answers without a seed are not one answer, on whatever device this runs."""
+    one = engine if speculative else InProcessEngine(target, max_model_len=64)
+    answers = one.generate([PROMPT] * 20, SamplingParams(max_tokens=5, temperature=1.5, ignore_eos=True))
+    assert len({tuple(a.token_ids) for a in answers}) >= 8
+    assert speculative == any(a.finished.num_rounds for a in answers)
 
 
 def test_chi_square_is_calibrated():

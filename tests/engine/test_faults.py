@@ -3,7 +3,10 @@
 import pytest
 import torch
 from harness import InProcessEngine, greedy
+from safetensors.torch import load_file, save_file
 from tiny import make_tiny_draft
+
+from tokenspeed.params import SamplingParams
 
 PROMPTS = [[5, 9, 17, 33, 2, 71], [11], list(range(40, 75)), [7, 7, 7, 8]]
 
@@ -72,3 +75,64 @@ def test_drafts_that_are_nonsense_cost_only_time(target, tmp_path):
     expected = engine(target, None).generate(PROMPTS, greedy(20, ignore_eos=True))
     answers = engine(target, draft).generate(PROMPTS, greedy(20, ignore_eos=True))
     assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
+
+
+SPOILED = {  # method, tensor, where in it
+    "a candidate": ("eagle4", "efficient_lm_head.weight", (40,)),
+    "a head's row": ("eagle3", "lm_head.weight", (20,)),
+    "a key": ("eagle4", "layers.0.self_attn.k_proj.weight", (3, 5)),
+    "a value": ("eagle3", "midlayer.self_attn.v_proj.weight", (0, 0)),
+    "everything": ("eagle", "fc.weight", ()),
+}
+
+
+def spoiled_draft(path, target, name: str) -> tuple[str, str]:
+    """A draft with NaN in its weights: its method and its directory."""
+    method, tensor, where = SPOILED[name]
+    file = make_tiny_draft(path, target, method) / "model.safetensors"
+    weights = load_file(file)
+    weights[tensor][where] = torch.nan
+    save_file(weights, file)
+    return method, str(path)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_nan_in_a_drafts_logits_costs_only_acceptance(target, tmp_path, name):
+    """B17: such candidates rank last, whatever else the round does; each tree is counted, no request ends."""
+    method, path = spoiled_draft(tmp_path / "draft", target, name)
+    drafting = InProcessEngine(target, spec=method, draft=path, spec_shape="4/4/16")
+    plain = engine(target, None)
+    for params in (greedy(20, ignore_eos=True), SamplingParams(max_tokens=20, seed=3, ignore_eos=True)):
+        answers, expected = (one.generate(PROMPTS, params) for one in (drafting, plain))
+        assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
+        assert {a.finished.reason for a in answers} == {"length"}
+    counters = drafting.scheduler.counters.as_dict()
+    assert counters["spec_decode_num_nan_drafts"] == counters["spec_decode_num_drafts"] > 0
+    assert counters["num_nan_aborted_requests"] == 0
+    assert plain.scheduler.counters.spec_decode_num_nan_drafts == 0
+
+
+def test_a_head_with_a_nan_still_ranks_the_others(target, tmp_path):
+    """One row of a whole head is NaN: the other tokens keep their order, so drafts are still accepted."""
+    method, path = spoiled_draft(tmp_path / "draft", target, "a head's row")
+    drafting = InProcessEngine(target, spec=method, draft=path, spec_shape="4/4/16")
+    drafting.generate(PROMPTS, greedy(20, ignore_eos=True))
+    assert drafting.scheduler.counters.as_dict()["spec_decode_num_accepted_tokens"] > 10
+
+
+def test_nan_is_counted_by_tree_not_by_batch(target, draft, monkeypatch):
+    """Two rounds of one request are spoiled among four requests; sound drafts count nothing."""
+    sound = engine(target, draft)
+    head, calls = sound.runner.engine.drafter.head, []
+
+    def topk(out, k, plain=head.topk):
+        calls.append(len(out))
+        if len(out) == len(PROMPTS) and calls.count(len(PROMPTS)) in (2, 3):  # the roots of rounds 2 and 3
+            out = out.index_fill(0, torch.tensor([1]), torch.nan)
+        return plain(out, k)
+
+    sound.generate(PROMPTS, greedy(12, ignore_eos=True))
+    assert sound.scheduler.counters.spec_decode_num_nan_drafts == 0
+    monkeypatch.setattr(head, "topk", topk)
+    sound.generate(PROMPTS, greedy(12, ignore_eos=True))
+    assert sound.scheduler.counters.spec_decode_num_nan_drafts == 2

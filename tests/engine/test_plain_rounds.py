@@ -17,6 +17,8 @@ PROMPT = list(range(40, 75))
 class Pattern:
     """A plan that goes through `kinds` over and over: t is a tree, p a plain round."""
 
+    expected_tokens = 0.0
+
     def __init__(self, kinds: str):
         self._kinds = itertools.cycle(kinds)
 

@@ -75,6 +75,16 @@ PARAMETERS = {
     "greedy penalties": {"temperature": 0.0, "frequency_penalty": 2.0},
     "negative penalties": {"temperature": 0.0, "presence_penalty": -2.0, "repetition_penalty": 1.5},
     "bias": {"temperature": 1.0, "logit_bias": {4: 5.0, 9: -100.0}},
+    "allowed": {
+        "temperature": 1.0,
+        "allowed_token_ids": tuple(range(3, 320, 4)),
+        "logit_bias": {7: 2.0, 8: 50.0},
+    },
+    "greedy allowed": {
+        "temperature": 0.0,
+        "allowed_token_ids": (5, 9, 40, 77, 112),
+        "frequency_penalty": 0.5,
+    },
     "min_tokens": {"temperature": 1.0, "min_tokens": 12, "stop_token_ids": (3, 7, 9, 11, 20, 33, 40, 41, 42)},
 }
 
@@ -93,7 +103,7 @@ def test_seeded_sampling_is_unchanged(tmp_path_factory, target, plain, name, bat
 def test_parameters_have_an_effect(plain):
     """Equality above would hold too if a parameter were ignored on both sides."""
     base = plain.generate([PROMPTS[0]], SamplingParams(temperature=1.0, seed=3, max_tokens=20))[0].token_ids
-    for name in ("top_k", "top_p", "penalties", "bias"):
+    for name in ("top_k", "top_p", "penalties", "bias", "allowed"):
         fields = {**PARAMETERS[name], "temperature": 1.0}
         if name == "top_k":
             fields["top_k"] = 1
@@ -101,3 +111,21 @@ def test_parameters_have_an_effect(plain):
             fields["top_p"] = 0.01
         other = plain.generate([PROMPTS[0]], SamplingParams(seed=3, max_tokens=20, **fields))[0].token_ids
         assert other != base, name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_only_allowed_tokens_come(tmp_path_factory, target, temperature):
+    """At every node of a tree, and never a token that logit_bias alone would force."""
+    engine = InProcessEngine(
+        target, spec="eagle4", draft=str(draft_of(tmp_path_factory, target, "eagle4")), spec_shape="4/4/16"
+    )
+    allowed = tuple(range(0, 320, 7))
+    params = SamplingParams(
+        temperature=temperature, seed=5, max_tokens=40, ignore_eos=True, allowed_token_ids=allowed,
+        logit_bias={1: 100.0},
+    )  # fmt: skip
+    answers = engine.generate(PROMPTS, params)
+    assert {token for a in answers for token in a.token_ids} <= set(allowed)
+    assert len({token for a in answers for token in a.token_ids}) > 1
+    (only,) = engine.generate([PROMPTS[0]], greedy(5, ignore_eos=True, allowed_token_ids=(17,)))
+    assert only.token_ids == [17] * 5

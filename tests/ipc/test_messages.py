@@ -16,7 +16,13 @@ LINKS = {
     "launcher": m.ToLauncher,
 }
 PARAMS = SamplingParams(
-    max_tokens=7, temperature=0.5, seed=-(2**63), logit_bias={3: -1.5}, stop=("a", "é"), stop_token_ids=(1, 2)
+    max_tokens=7,
+    temperature=0.5,
+    seed=-(2**63),
+    logit_bias={3: -1.5},
+    stop=("a", "é"),
+    stop_token_ids=(1, 2),
+    allowed_token_ids=(1, 2, 3),
 ).resolved()
 LOGPROBS = [m.Logprobs(-0.25, [1, 2], [-0.25, -3.0]), m.Logprobs(float("-inf"))]
 FINISHED = m.Finished("stop", 5, 6, 4, 2, "m", "max_tokens", 400, 3, 9, 2, [2, 1])

@@ -18,6 +18,17 @@ def test_defaults(monkeypatch):
     assert registry.choose("sample", "mps") == "torch"
 
 
+@pytest.mark.parametrize(("device", "kernel"), [("cuda", "triton"), ("cpu", "torch"), ("xpu", "torch")])
+def test_no_device_samples_greedily(monkeypatch, device, kernel):
+    """B16: on AMD, where torch says cuda too, runs the kernel of NVIDIA; all others take the reference. The two
+    draw alike (test_triton_interpreter.py), and there is no third."""
+    monkeypatch.delenv(registry.ENV, raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert registry.choose("sample", device) == kernel
+    assert set(registry.OPS["sample"]) == {"triton", "torch"}
+
+
 def test_every_op_has_a_function_and_a_reference():
     for op, impls in registry.OPS.items():
         assert callable(vars(kernels)[op])

@@ -164,6 +164,21 @@ def without(name: str) -> Callable[[Path, Path], None]:
     return spoil
 
 
+def changed(**changes) -> Callable[[Path, Path], None]:
+    """A draft whose config says something else than its tensors."""
+
+    def make(path: Path, target: Path) -> None:
+        spoil_config(**changes)(make_tiny_draft(path, target))
+
+    return make
+
+
+def other_tokenizer(path: Path, target: Path) -> None:
+    make_tiny_draft(path, target)
+    text = (target / "tokenizer.json").read_text()
+    (path / "tokenizer.json").write_text(text.replace("<|im_start|>", "<|begin|>"))
+
+
 def pickled_draft(path: Path, target: Path) -> None:
     pickled(make_tiny_draft(path, target))
 
@@ -174,6 +189,16 @@ DRAFTS = {
     "draft expects aux layer 9, target has layers 0 to 4": draft(eagle_aux_hidden_state_layer_ids=[0, 2, 9]),
     "lacks tensor layers.0.mlp.up_proj.weight": without("layers.0.mlp.up_proj.weight"),
     "unknown key expert_count": draft(expert_count=4),
+    "is [320, 32], its config.json calls for [320, 24]": changed(
+        candidate_head={"rank": 24, "num_candidates": 16}
+    ),
+    "num_candidates 400 is more than the vocabulary": changed(
+        candidate_head={"rank": 32, "num_candidates": 400}
+    ),
+    "tree 12/4/16 asks for 4 tokens a step, the draft has 3 candidates": changed(
+        candidate_head={"rank": 32, "num_candidates": 3}
+    ),
+    "token 1 is '<|begin|>' in": other_tokenizer,
     "is an eagle3 draft; use --spec eagle3": draft(method="eagle3"),
     "convert it first: tokenspeed draft convert": pickled_draft,
     "names code to run (auto_map)": draft(auto_map={"AutoModel": "evil.Evil"}),
@@ -183,7 +208,8 @@ DRAFTS = {
 @pytest.mark.parametrize("words", DRAFTS)
 def test_a_draft_that_does_not_fit(words, target, tmp_path, no_children, capsys):
     DRAFTS[words](tmp_path / "draft", target)
-    assert words in said(capsys, target, "--spec", "eagle4", "--draft", tmp_path / "draft")
+    argv = ("--spec", "eagle4", "--draft", tmp_path / "draft", "--spec-shape", "12/4/16")
+    assert words in said(capsys, target, *argv)
 
 
 def test_no_draft_is_known(target, no_children, capsys):
@@ -199,6 +225,9 @@ OPTIONS = {
     "--max-model-len 1025": "give at most 1024",
     "--spec eagle4 --spec-shape 8x4": "--spec-shape must be STEPS/TOPK/NODES",
     "--spec eagle4 --spec-shape 99/4/16": "steps must be from 1 to 16, not 99",
+    "--spec eagle4 --spec-shape 0/4/16": "steps must be from 1 to 16, not 0",
+    "--spec eagle4 --spec-shape 8/4/65": "nodes (with the root) must be from 2 to 64, not 65",
+    "--spec eagle4 --spec-shape 3/400/64": "(steps - 1) * top-k must be at most 64, not 800",
     "--spec-shape 8/4/16": "needs a method",
     "--speculative-config {not": "--speculative-config is not valid JSON",
     "--speculative-config []": "must be a JSON object",

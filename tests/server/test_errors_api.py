@@ -67,6 +67,11 @@ BAD_CHAT = [
     ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids"),
     ({"stop_token_ids": 1}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids"),
+    ({"allowed_token_ids": [3, VOCAB]}, "allowed_token_ids"),
+    ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
+    ({"bad_words": ["a"]}, "bad_words"),  # not offered, so not ignored
     ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"1000000000": 1}}, "logit_bias"),
@@ -116,6 +121,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "user", "content": "!refuse"}]}, "messages"),
 ]
 BAD_COMPLETION = [
+    ({"logprob_token_ids": [5], "logprobs": 1}, "logprob_token_ids"),  # B06: an option there is not
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5000}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),

@@ -95,6 +95,43 @@ EAGLE = {
 } | {"architectures": ["LlamaForCausalLM"]}  # fmt: skip
 
 
+def speculators(**changes) -> dict:
+    """EAGLE3 in the nested layout. Its layer ids name inputs of layers, which are outputs 1, 3 and 4."""
+    layer = {
+        k: EAGLE3[k]
+        for k in EAGLE3
+        if k
+        in (
+            "num_hidden_layers",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_act",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "model_type",
+        )
+    }
+    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": 50,
+        "dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "norm_before_residual": True,
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "a/b"}},
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "target_hidden_size": None,
+        "transformer_layer_config": layer,
+        **changes,
+    }  # fmt: skip
+
+
 def make_weights(raw: dict, seed: int = 1) -> dict[str, Tensor]:
     """Random float32 tensors for a config, under canonical names."""
     g = torch.Generator().manual_seed(seed)
@@ -159,11 +196,16 @@ def write_draft(
     return weights
 
 
-def make_drafter(path: Path, base: dict, changes: dict, attention=TreeAttention):
-    """A bound drafter loaded from a made-up checkpoint, and its dense reference; None drops a key."""
+def make_drafter(
+    path: Path, base: dict, changes: dict, attention=TreeAttention, written: dict | None = None, names=None
+):
+    """A bound drafter loaded from a made-up checkpoint, and its dense reference; None drops a key.
+
+    written: the config.json that says the same in another layout. names: as in write_draft.
+    """
     raw = {k: v for k, v in {**base, **changes}.items() if v is not None}
     target = make_target()
-    weights = write_draft(path, raw)
+    weights = write_draft(path, written or raw, make_weights(raw), names)
     method = "eagle" if base is EAGLE else "eagle3" if base is EAGLE3 else "eagle4"
     config = check_draft(path, method, target.config, path)
     drafter = load_drafter(path, config, target, attention, CONTEXT)
@@ -178,7 +220,7 @@ class DenseDraft:
         self, raw: dict, weights: dict[str, Tensor], target: Decoder | None, embed=None, lm_head=None
     ):
         self.raw, self.w = raw, {n: t.float() if t.is_floating_point() else t for n, t in weights.items()}
-        self.wide = "fc.bias" not in weights
+        self.wide = "layers.0.hidden_norm.weight" in weights
         self.embed = self.w.get("embed_tokens.weight", target.embedding.table.weight if target else embed)
         self.lm_head = self.w.get("lm_head.weight", target.head.table.weight if target else lm_head)
         self.window = raw.get("sliding_window")

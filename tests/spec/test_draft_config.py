@@ -7,10 +7,20 @@ import time
 
 import pytest
 import torch
-from spec.draft_cases import EAGLE, EAGLE3, EAGLE4, PACKAGED, make_weights, target_config, write_draft
+from spec.draft_cases import (
+    EAGLE,
+    EAGLE3,
+    EAGLE4,
+    PACKAGED,
+    make_weights,
+    speculators,
+    target_config,
+    write_draft,
+)
 
+from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
-from tokenspeed.spec.eagle4.config import check_draft, detect_method, load_draft_config
+from tokenspeed.spec.eagle4.config import check_draft, detect_method, fitting_shapes, load_draft_config
 
 TARGET = target_config()
 
@@ -69,42 +79,6 @@ def test_keys_under_eagle_config(tmp_path):
     assert check(tmp_path, "eagle3").aux_layers == (1, 2, 5)
 
 
-def speculators(**changes) -> dict:
-    layer = {
-        k: EAGLE3[k]
-        for k in EAGLE3
-        if k
-        in (
-            "num_hidden_layers",
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "hidden_act",
-            "rms_norm_eps",
-            "max_position_embeddings",
-            "model_type",
-        )
-    }
-    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
-        "draft_vocab_size": 50,
-        "dtype": "bfloat16",
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-        "norm_before_residual": True,
-        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "a/b"}},
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "target_hidden_size": None,
-        "transformer_layer_config": layer,
-        **changes,
-    }  # fmt: skip
-
-
 def test_the_speculators_layout(tmp_path):
     write_draft(tmp_path, speculators(), make_weights(EAGLE3))
     config = check(tmp_path, "eagle3")
@@ -156,6 +130,20 @@ BAD_CONFIGS = {
     "not a multiple of num_key_value_heads 3": dict(num_key_value_heads=3),
     "efficient_lm_head.weight .* calls for \\[97, 8\\]": dict(candidate_head={"rank": 8, "num_candidates":
         24}),
+    "efficient_lm_head.weight .* is \\[97, 12\\], .* calls for \\[97, 16\\]": dict(
+        candidate_head={"rank": 16, "num_candidates": 24}
+    ),
+    "num_candidates must be a positive integer, not 0": dict(candidate_head={"rank": 12, "num_candidates": 0}),
+    "rank must be a positive integer, not 12.0": dict(candidate_head={"rank": 12.0, "num_candidates": 24}),
+    "rank is missing": dict(candidate_head={"num_candidates": 24}),
+    "candidate_head must be an object, not \\[12, 24\\]": dict(candidate_head=[12, 24]),
+    "eagle_config must be an object, not \\[1\\]": dict(eagle_config=[1]),
+    "layer_ids must be a list of layers, not 3": dict(eagle_aux_hidden_state_layer_ids=3),
+    "expects aux layer 3.5": dict(eagle_aux_hidden_state_layer_ids=[0, 3.5, 6]),
+    "expects aux layer True": dict(eagle_aux_hidden_state_layer_ids=[0, True, 6]),
+    "sliding_window must be a positive integer": dict(sliding_window=0),
+    "could not convert string to float: 'small'": dict(rms_norm_eps="small"),
+    "architecture 'LlamaForCausalLMEagle4' .* must be a list": dict(architectures="LlamaForCausalLMEagle4"),
     "num_candidates 98 is more than the vocabulary 97": dict(candidate_head={"rank": 12, "num_candidates":
     98}), "unknown key candidate_head.ranks": dict(candidate_head={"ranks": 12, "num_candidates": 24}),
     "lacks tensor embed_tokens.weight .* tie_embed_to_target": dict(tie_embed_to_target=False),
@@ -273,6 +261,14 @@ def test_speculators_drafts_that_can_not_run(tmp_path):
     write_draft(tmp_path, speculators(speculators_model_type="mlp"), make_weights(EAGLE3))
     with pytest.raises(ConfigError, match="speculators draft of type mlp"):
         check(tmp_path, "eagle3")
+    write_draft(
+        tmp_path, speculators(speculators_model_type=None, speculators_config="x"), make_weights(EAGLE3)
+    )
+    with pytest.raises(ConfigError, match="speculators draft of type None"):
+        check(tmp_path, "eagle3")
+    write_draft(tmp_path, speculators(transformer_layer_config="x"), make_weights(EAGLE3))
+    with pytest.raises(ConfigError, match="can't be used as eagle3 draft"):
+        check(tmp_path, "eagle3")
     raw = speculators()
     del raw["norm_before_residual"]
     write_draft(tmp_path, raw, make_weights(EAGLE3))
@@ -300,6 +296,23 @@ def test_tokenizers_must_agree(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="can't be read as a tokenizer"):
         check(tmp_path)
+
+
+def test_trees_wider_than_the_drafts_head(tmp_path):
+    """One that was asked for is refused at start; of several that may be used, those that fit are left."""
+    write_draft(tmp_path / "a", EAGLE4)  # 24 candidates of 97 tokens
+    write_draft(tmp_path / "b", EAGLE3)  # 50 tokens
+    wide, narrow, widest = Shape(2, 25, 30), Shape(2, 24, 30), Shape(1, 51, 52)
+    config = check(tmp_path / "a")
+    assert fitting_shapes(config, (narrow,), False) == (narrow,)
+    assert fitting_shapes(config, (wide, narrow), False) == (narrow,)
+    assert fitting_shapes(config, (wide, widest), True) == (wide, widest)
+    with pytest.raises(
+        ConfigError, match="tree 2/25/30 asks for 25 tokens a step, the draft has 24 candidates"
+    ):
+        fitting_shapes(config, (wide, widest), False)
+    with pytest.raises(ConfigError, match="the draft has 50 tokens in its vocabulary"):
+        fitting_shapes(check(tmp_path / "b", "eagle3"), (widest,), False)
 
 
 def test_config_without_checks_for_tools(tmp_path):

@@ -36,8 +36,15 @@ VARIANTS = {
     "eagle4 window shorter than the tree": (EAGLE4, dict(sliding_window=2)),
     "eagle3": (EAGLE3, {}),
     "eagle3 full vocabulary": (EAGLE3, dict(draft_vocab_size=97)),
+    "eagle3 fc_norm": (EAGLE3, dict(fc_norm=True)),
+    "eagle3 norm_output": (EAGLE3, dict(norm_output=True)),
+    "eagle3 norm_before_fc": (EAGLE3, dict(norm_before_fc=True)),
+    "eagle3 norm_before_residual": (EAGLE3, dict(norm_before_residual=True)),
+    "eagle3 biases, the target's embedding": (EAGLE3, dict(attention_bias=True, tie_embed_to_target=True)),
+    "eagle3 narrower than the target": (EAGLE3, dict(hidden_size=16, target_hidden_size=32)),
     "eagle3 gpt-oss norms": (EAGLE3, dict(norm_before_fc=True, norm_before_residual=True, norm_output=True)),
     "eagle": (EAGLE, {}),
+    "eagle biases": (EAGLE, dict(attention_bias=True)),
 }  # fmt: skip
 
 

@@ -114,3 +114,16 @@ def test_largest_is_a_stable_sort(size, k):
     assert torch.equal(largest(scores, k), scores.sort(dim=1, descending=True, stable=True).indices[:, :k])
     scores[3, size // 2] = torch.nan
     assert int(largest(scores, k).max()) < size
+
+
+def test_holds_best_by_its_definition():
+    """Against sets of candidates that are counted out, at a rank and a number of candidates that miss some."""
+    head, many = candidate_head(3, 6), torch.randn(200, H, generator=torch.Generator().manual_seed(7))
+    params = head.params()
+    low = many.double() @ params["efficient_lm_head_down_proj.weight"].target.double().t()
+    low = low @ params["efficient_lm_head.weight"].target.double().t()
+    best = (many.double() @ table().weight.double().t()).argmax(1)
+    expected = [int(best[r]) in low[r].topk(6).indices.tolist() for r in range(200)]
+    assert head.holds_best(many).tolist() == expected and 20 < sum(expected) < 180
+    assert candidate_head(H, 1).holds_best(many).all()
+    assert head.holds_best(torch.full((1, H), torch.nan)).tolist() == [False]

@@ -103,7 +103,7 @@ class TreeAttention:
         length = prefix_bound(rows.block_table, pool.page_size, rows.max_prefix)
         if rows.prefix_lens.device.type == "cpu":
             length = min(length, int(rows.prefix_lens.max())) if batch else 0
-        slots = _page_slots(rows.block_table, pool.page_size, first, length)
+        slots = _page_slots(rows.block_table, pool.page_size, first, length, rows.prefix_lens)
         self.keys = _KeySlots(torch.cat((slots, rows.slots.view(batch, nodes)), 1) if own else slots)
         self.masks = {w: self._mask(rows, w, first, length, own) for w in set(windows)}
         self.packed: dict[tuple, tuple[Tensor | None, Tensor | None]] = {}
@@ -186,10 +186,19 @@ class _KeySlots:
         return found[0], found[1]
 
 
-def _page_slots(block_table: Tensor, page_size: int, first: int, length: int) -> Tensor:
-    """Slots of keys first..length-1: int64 [B, length - first]."""
+def _page_slots(
+    block_table: Tensor, page_size: int, first: int, length: int, lens: Tensor | None = None
+) -> Tensor:
+    """Slots of keys first..length-1: int64 [B, length - first].
+
+    lens: int32 [B] keys that a request has. Those behind are masked, but a weight of zero does not silence a NaN
+        that someone left there, so the last one's slot stands in for theirs.
+    """
     keys = torch.arange(first, max(first, length), device=block_table.device)
-    return block_table.long()[:, keys // page_size] * page_size + keys % page_size
+    if lens is None or len(lens) == 1:
+        return block_table.long()[:, keys // page_size] * page_size + keys % page_size
+    keys = torch.minimum(keys, lens.long()[:, None] - 1).clamp(min=0)
+    return block_table.long().gather(1, keys // page_size) * page_size + keys % page_size
 
 
 def _causal_mask(chunk: tuple[int, int], window: int | None, device: torch.device) -> Tensor | None:

@@ -13,7 +13,8 @@ class Record:
     """One answer's account.
 
     `per_depth[d]`: rounds in which the draft token of depth d + 1 was kept. `spans`: (position of the round's
-    root, draft tokens kept) of each round; empty where only the sums are known.
+    root, draft tokens kept) of each round; empty where only the sums are known. `recall[d]`: rows of draft step
+    d + 1, and how many of them had the full head's best token among the candidates of the draft's head.
     """
 
     category: str
@@ -24,6 +25,7 @@ class Record:
     accepted: int
     per_depth: tuple[int, ...]
     spans: tuple[tuple[int, int], ...] = ()
+    recall: tuple[tuple[int, int], ...] = ()
 
     @property
     def loops(self) -> bool:
@@ -87,6 +89,23 @@ def by_position(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     }
 
 
+def recall(records: Iterable[Record]) -> dict[str, Any] | None:
+    """Share of rows whose candidates held the full head's best token, over all draft steps and by step.
+
+    None for drafts without a candidate head, and for accounts that did not look.
+    """
+    steps: list[list[int]] = []
+    for record in records:
+        steps += [[0, 0] for _ in record.recall[len(steps) :]]
+        for total, (rows, found) in zip(steps, record.recall, strict=False):
+            total[0] += rows
+            total[1] += found
+    rows, found = (sum(total[i] for total in steps) for i in (0, 1))
+    if not rows:
+        return None
+    return {"rows": rows, "all": found / rows, "by_step": [found / rows for rows, found in steps if rows]}
+
+
 def summary(records: Sequence[Record]) -> dict[str, Any]:
     """All of `table` as plain data; each entry tells all answers and those that do not loop."""
     whole = [r for r in records if not r.loops]
@@ -97,6 +116,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "by_category": _grouped(records, lambda r: r.category),
         "by_position": by_position(records),
         "by_depth": {"all": by_depth(records), "no_loops": by_depth(whole)},
+        "recall": recall(records),
     }
 
 
@@ -150,6 +170,11 @@ def table(sources: dict[str, dict[str, Any]]) -> str:
             for s in sources.values()
         )
         lines.append(f"{depth + 1:<24}{'':>17}{cells}")
+    for found in filter(None, (s["recall"] for s in sources.values())):
+        by_step = " ".join(f"{share:.1%}" for share in found["by_step"])
+        lines.append(
+            f"the candidates hold the full head's best token: {found['all']:.2%} (by step: {by_step})"
+        )
     lines.append(f"{first['num_looping']} of {first['num_answers']} answers loop")
     return "\n".join(lines)
 

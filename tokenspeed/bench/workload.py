@@ -18,10 +18,12 @@ class Prompt:
 
     category: str
     messages: tuple[dict[str, Any], ...]
+    licence: str | None = None
 
 
 def load_prompts(dataset: str, limit: int | None = None) -> list[Prompt]:
-    """Prompts of `dataset`: "builtin", or a .jsonl(.gz) file of FORMS, with a category or set if any.
+    """Prompts of `dataset`: "builtin", or a .jsonl(.gz) file of FORMS, with a category, set or source, and
+    a licence, if any.
 
     Args:
         limit: how many; taken evenly over the file, so that every part of it is there. For more than that
@@ -59,15 +61,16 @@ def _prompt(line: str, where: str) -> Prompt:
     except ValueError as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from None
     row = row if isinstance(row, dict) else {}
-    category = str(row.get("category") or row.get("set") or "all")
+    category = str(row.get("category") or row.get("set") or row.get("source") or "all")
+    licence = row.get("licence") and str(row["licence"])
     text = row.get("prompt", row.get("question"))
     turns, messages = row.get("turns"), row.get("messages")
     if isinstance(turns, list) and turns:  # of a conversation in turns, the first
         text = turns[0]
     if isinstance(text, str) and text:
-        return Prompt(category, _user(text))
+        return Prompt(category, _user(text), licence)
     if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
-        return Prompt(category, tuple(messages))
+        return Prompt(category, tuple(messages), licence)
     raise ConfigError(f"{where} must be {FORMS}")
 
 

@@ -96,6 +96,7 @@ def replay_all(config: Config, decoded: dict[Shape, list[Record]]) -> dict[Shape
         decoded: shape -> accounts of `decode`, whose engine has been shut down: the memory is taken again.
     """
     from tokenspeed.launch import resolve
+    from tokenspeed.spec.evaluate import watch_recall
     from tokenspeed.worker.replay import pool_tokens, replay
     from tokenspeed.worker.setup import build
 
@@ -110,14 +111,20 @@ def replay_all(config: Config, decoded: dict[Shape, list[Record]]) -> dict[Shape
     ).runner.engine
     found: dict[Shape, list[Record]] = {shape: [] for shape in decoded}
     for shape, record in texts:
-        rounds = replay(engine, record.prompt_ids, record.token_ids, shape)
-        found[shape].append(_offline_record(record, rounds, shape))
+        with watch_recall(engine.drafter, shape) as recall:
+            rounds = replay(engine, record.prompt_ids, record.token_ids, shape)
+        found[shape].append(_offline_record(record, rounds, shape, recall.by_step()))
         bars.update("counting offline", sum(map(len, found.values())), len(texts))
     bars.close()
     return found
 
 
-def _offline_record(record: Record, rounds: Sequence[tuple[int, int]], shape: Shape) -> Record:
+def _offline_record(
+    record: Record,
+    rounds: Sequence[tuple[int, int]],
+    shape: Shape,
+    recall: tuple[tuple[int, int], ...],
+) -> Record:
     accepted = [count for _, count in rounds]
     return dataclasses.replace(
         record,
@@ -126,6 +133,7 @@ def _offline_record(record: Record, rounds: Sequence[tuple[int, int]], shape: Sh
         accepted=sum(accepted),
         per_depth=per_depth(accepted),
         spans=tuple((start, count) for start, count in rounds),
+        recall=recall,
     )
 
 

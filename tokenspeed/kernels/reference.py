@@ -118,6 +118,8 @@ def tree_attention(
     values = torch.cat((gather_pages(v_cache, block_table, length), tail_v), 1)
     prefix = visible_prefix(prefix_lens, indices, first, length, window)
     visible = torch.cat((prefix, mask_bits(mask, tail_k.shape[1])), -1)
+    # A weight of zero does not silence a NaN that someone left in the pages.
+    values = values.masked_fill(~visible.any(1)[:, :, None, None], 0.0)
     return attend(q, keys, values, visible, scale)
 
 

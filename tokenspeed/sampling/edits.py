@@ -1,4 +1,7 @@
-"""Changes to logits that a request asks for: penalties, logit_bias, min_tokens. Exact at every tree node."""
+"""Changes to logits that a request asks for: penalties, logit_bias, allowed tokens, min_tokens.
+
+Exact at every tree node.
+"""
 
 from dataclasses import dataclass
 
@@ -15,7 +18,7 @@ class _Edit:
     params: SamplingParams
     prompt_seen: Tensor | None  # bool [V] tokens of the prompt
     counts: Tensor | None  # float32 [V] how often each token was generated
-    bias: Tensor | None  # float32 [V]
+    bias: Tensor | None  # float32 [V]; -inf for tokens that are not allowed
     stop_ids: Tensor | None  # int64, masked while fewer than min_tokens are generated
     min_length: int  # absolute length from which on stop ids may come
 
@@ -34,7 +37,8 @@ class LogitEdits:
             params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
         )
         waits = params.min_tokens > 0 and bool(stop_ids)
-        if not (params.penalised or params.logit_bias or waits):
+        allowed = params.allowed_token_ids
+        if not (params.penalised or params.logit_bias or waits or allowed is not None):
             return
         seen = counts = bias = None
         if params.penalised:
@@ -43,10 +47,14 @@ class LogitEdits:
             counts.index_add_(0, ids[num_prompt:], torch.ones(len(tokens) - num_prompt, device=self.device))
             seen = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
             seen[ids[:num_prompt]] = True
-        if params.logit_bias:
+        if params.logit_bias or allowed is not None:
             bias = torch.zeros(self.vocab_size, device=self.device)
-            ids = torch.tensor(list(params.logit_bias), device=self.device)
+            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=self.device)
             bias[ids] = torch.tensor(list(params.logit_bias.values()), device=self.device)
+        if allowed is not None:
+            others = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
+            others[torch.tensor(allowed, device=self.device)] = False
+            bias[others] = float("-inf")
         stops = torch.tensor(sorted(set(stop_ids)), device=self.device) if waits else None
         self._edits[slot] = _Edit(params, seen, counts, bias, stops, num_prompt + params.min_tokens)
 

@@ -53,7 +53,7 @@ Prompt = Annotated[
 ]
 Ids = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema(_IDS)]
 Stop = Annotated[Any, PlainValidator(_later), WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]})]
-StopIds = Annotated[Any, PlainValidator(_later), WithJsonSchema(_IDS)]
+TokenIds = Annotated[Any, PlainValidator(_later), WithJsonSchema(_IDS)]
 _BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 LogitBias = Annotated[Any, PlainValidator(_later), WithJsonSchema(_BIAS_SCHEMA)]
 
@@ -106,8 +106,9 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = None
     stop: Stop | None = None
-    stop_token_ids: StopIds | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -142,8 +143,8 @@ class Sampling(Body):
 
 _PLAIN = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "include_stop_str_in_output",
+    "frequency_penalty", "repetition_penalty", "allowed_token_ids", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 
 

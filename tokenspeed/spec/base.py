@@ -16,6 +16,7 @@ class DraftTree:
     parents: Tensor  # int64 [B, N]; the root's is 0
     depths: Tensor  # int64 [B, N]; the root's is 0
     mask: Tensor  # int64 [B, N] bit j: node j is an ancestor of the node, or the node itself
+    nan: Tensor | None = None  # bool [B] draft logits of the tree were NaN; None: nothing was drafted
 
 
 @dataclass

@@ -6,6 +6,10 @@ table of "tokens accepted if a round started here"; on a CPU in float32 they are
 one for one.
 """
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,7 +17,55 @@ from torch import Tensor
 
 from tokenspeed.config import Shape
 from tokenspeed.spec.base import Drafter, DraftTree, Frontier
+from tokenspeed.spec.eagle4.drafter import EagleDrafter
+from tokenspeed.spec.eagle4.head import CandidateHead
 from tokenspeed.spec.verify import accept
+
+
+@dataclass
+class Recall:
+    """Of the full head's best token by the candidate head, over the best lane of each draft step.
+
+    `rows[d]` counts the rows of step d + 1, `found[d]` those whose candidates hold the token that the full head
+    would rank first. Both are empty for a draft without a candidate head.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
+
+    def by_step(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self.rows, self.found, strict=True))
+
+
+class _WatchedHead:
+    """Stands before a candidate head for as long as trees are drafted for evaluation."""
+
+    def __init__(self, head: CandidateHead, steps: int, recall: Recall):
+        self._head, self._recall, self._calls = head, recall, itertools.cycle(range(steps))
+        recall.rows, recall.found = [0] * steps, [0] * steps
+
+    @property
+    def num_tokens(self) -> int:
+        return self._head.num_tokens
+
+    def topk(self, out: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        step = next(self._calls)  # one call a step: of the roots, then of K lanes a root, the best one first
+        best = out if step == 0 else out[::k]
+        self._recall.rows[step] += len(best)
+        self._recall.found[step] += int(self._head.holds_best(best).sum())
+        return self._head.topk(out, k)
+
+
+@contextmanager
+def watch_recall(drafter: EagleDrafter, shape: Shape) -> Iterator[Recall]:
+    """Counts into what it yields while the drafter proposes trees of `shape`, and of no other."""
+    head, recall = drafter.head, Recall()
+    if isinstance(head, CandidateHead):
+        drafter.head = _WatchedHead(head, shape.steps, recall)
+    try:
+        yield recall
+    finally:
+        drafter.head = head
 
 
 class Round(NamedTuple):

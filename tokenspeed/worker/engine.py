@@ -21,6 +21,9 @@ from tokenspeed.spec.base import Drafter, DraftTree, Frontier
 from tokenspeed.spec.verify import accept
 from tokenspeed.worker.state import SamplingState, SlotState
 
+# Of RoundResult.failed. A row of the target's fails its request; a draft's only costs acceptance.
+TARGET_NAN, DRAFT_NAN = 1, 2
+
 
 @dataclass
 class RoundResult:
@@ -28,7 +31,7 @@ class RoundResult:
 
     tokens: Tensor  # int64 [B, S + 1] emitted; the first counts[b] are valid
     counts: Tensor  # int64 [B]
-    failed: Tensor  # bool [B] the target's logits were NaN
+    failed: Tensor  # [B] whose logits were NaN: bit TARGET_NAN, bit DRAFT_NAN; bool where nothing is drafted
     logits: Tensor  # float32 [B, N, V] raw, of every node
     path: Tensor  # int64 [B, S + 1] kept nodes
 
@@ -119,6 +122,8 @@ class Engine:
         state.lengths[slots] += kept.count
         state.lengths[state.dummy :].fill_(2)
         failed = failed.gather(1, kept.path).any(1)
+        if tree.nan is not None:  # in the same tensor, so that it costs no copy of its own
+            failed = failed | tree.nan * DRAFT_NAN
         if host_slots:
             self.edits.count(host_slots, kept.tokens, kept.count)
         return RoundResult(kept.tokens, kept.count, failed, logits, kept.path)

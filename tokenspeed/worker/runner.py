@@ -11,7 +11,7 @@ from tokenspeed.config import Shape
 from tokenspeed.ipc.messages import Logprobs, Step, StepDone, pack, unpack
 from tokenspeed.params import SamplingParams
 from tokenspeed.sampling.logprobs import logprobs_of
-from tokenspeed.worker.engine import Engine, PrefillResult
+from tokenspeed.worker.engine import DRAFT_NAN, TARGET_NAN, Engine, PrefillResult
 from tokenspeed.worker.graph import GraphSet
 
 
@@ -32,7 +32,7 @@ class Launched:
     started: float
     counts: Tensor | None  # int64 [B] of decode rows, host, filled when `done` has passed
     tokens: Tensor | None  # int64 [B, S + 1]
-    failed: Tensor | None  # bool [B]
+    failed: Tensor | None  # [B] of RoundResult
     first: Tensor | None  # int64 [F] tokens of finished prefills
     first_failed: Tensor | None
     ends: list[int]  # prefill rows that end their prompt
@@ -84,7 +84,7 @@ class Runner:
         """Waits for the step and reads what it produced."""
         if launched.done is not None:
             launched.done.synchronize()
-        counts, tokens, failed = [0] * launched.num_prefill, [], {}
+        counts, tokens, failed, num_nan_drafts = [0] * launched.num_prefill, [], {}, 0
         firsts = [] if launched.first is None else launched.first.tolist()
         for i, (row, token) in enumerate(zip(launched.ends, firsts, strict=True)):
             counts[row] = 1
@@ -98,8 +98,10 @@ class Runner:
                 counts.append(count)
                 tokens.extend(rows[i][:count])
                 launched.decoded[i].max_len -= launched.num_most - count
-            for i in launched.failed.nonzero().flatten().tolist():
-                failed[launched.num_prefill + i] = "the model's logits are NaN"
+            for i, bits in enumerate(launched.failed.tolist()):
+                num_nan_drafts += bool(bits & DRAFT_NAN)
+                if bits & TARGET_NAN:
+                    failed[launched.num_prefill + i] = "the model's logits are NaN"
         now = launched.finished or time.perf_counter()
         # Without the time in which the step before was still running.
         elapsed = int((now - max(launched.started, self._answered)) * 1e6)
@@ -113,6 +115,7 @@ class Runner:
             prompt_logprobs=launched.prompt_logprobs,
             failed=failed,
             graphed=launched.graphed,
+            num_nan_drafts=num_nan_drafts,
         )
 
     # ---- parts of a step

@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
 from tokenspeed.models.config import ModelConfig
 from tokenspeed.spec.eagle4.checkpoint import check_d2t, check_tensors, read_headers
@@ -12,7 +13,7 @@ from tokenspeed.spec.eagle4.formats import DraftConfig, method_of, parse_draft
 
 log = logging.getLogger(__name__)
 
-__all__ = ["DraftConfig", "check_draft", "detect_method", "load_draft_config"]
+__all__ = ["DraftConfig", "check_draft", "detect_method", "fitting_shapes", "load_draft_config"]
 
 
 def detect_method(draft_dir: str | Path) -> str:
@@ -68,6 +69,27 @@ def check_draft(
     return config
 
 
+def fitting_shapes(config: DraftConfig, shapes: tuple[Shape, ...], full_head: bool) -> tuple[Shape, ...]:
+    """Those of `shapes` whose top-k the draft's head can give.
+
+    Args:
+        full_head: every token is scored, though the draft may have a candidate head.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    candidates = None if full_head else config.num_candidates
+    most = candidates or config.draft_vocab_size
+    fitting = tuple(shape for shape in shapes if shape.topk <= most)
+    if not fitting:
+        narrowest = min(shapes, key=lambda shape: shape.topk)
+        what = "tokens in its vocabulary" if candidates is None else "candidates (candidate_head)"
+        raise ConfigError(
+            f"tree {narrowest} asks for {narrowest.topk} tokens a step, the draft has {most} {what}"
+        )
+    return fitting
+
+
 def _check_sizes(config: DraftConfig, target: ModelConfig, path: Path, steps: int) -> None:
     def same(what: str, draft: int, ours: int) -> None:
         if draft != ours:
@@ -78,7 +100,7 @@ def _check_sizes(config: DraftConfig, target: ModelConfig, path: Path, steps: in
     if config.method == "eagle":
         same("hidden size", config.hidden_size, target.hidden_size)
     for layer in config.aux_layers:
-        if not isinstance(layer, int) or not 0 <= layer <= target.num_layers:
+        if type(layer) is not int or not 0 <= layer <= target.num_layers:
             raise ConfigError(
                 f"draft expects aux layer {layer}, target has layers 0 to {target.num_layers} ({path})"
             )

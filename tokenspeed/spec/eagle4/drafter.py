@@ -77,7 +77,10 @@ class EagleDrafter:
             out, state = self.model.layer(lanes.tokens.flatten(), _follow(state, lanes), attn)
             state = state.view(batch, k, -1)
             lanes = growth.grow(*self._children(out, batch, k))
-        return build_tree(frontier.last_tokens, *growth.finish(), shape.nodes)
+        tokens, scores, parents = growth.finish()
+        tree = build_tree(frontier.last_tokens, tokens, scores, parents, shape.nodes)
+        tree.nan = scores.amin(1) == -torch.inf  # nothing but NaN makes a log-probability of the best -inf
+        return tree
 
     def _children(self, out: Tensor, batch: int, k: int) -> tuple[Tensor, Tensor]:
         tokens, logprobs = self.head.topk(out, k)

@@ -172,11 +172,17 @@ def method_of(raw: dict[str, Any], tensors: frozenset[str], where: Path | str) -
         ConfigError: it is no draft that tokenspeed can run.
     """
     if "speculators_model_type" in raw or "speculators_config" in raw:
-        kind = raw.get("speculators_model_type") or raw["speculators_config"].get("algorithm")
+        nested = raw.get("speculators_config")
+        kind = raw.get("speculators_model_type") or (nested if isinstance(nested, dict) else {}).get(
+            "algorithm"
+        )
         if kind == "eagle3":
             return "eagle3"
         raise ConfigError(f"{where} is a speculators draft of type {kind}; supported: eagle3")
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    names = raw.get("architectures") or ["(none)"]
+    if not isinstance(names, list):
+        raise ConfigError(f"draft architecture {names!r} of {where} must be a list of one name")
+    architecture = names[0]
     if architecture in EAGLE4_ARCHITECTURES:
         return "eagle4"
     if architecture in EAGLE3_ARCHITECTURES:
@@ -223,7 +229,9 @@ def _parse(raw: dict[str, Any], method: str) -> DraftConfig:
     draft_vocab = _positive(raw, "draft_vocab_size", vocab)
     if draft_vocab > vocab:
         raise ValueError(f"draft_vocab_size {draft_vocab} is more than vocab_size {vocab}")
-    ids = tuple(raw.get("eagle_aux_hidden_state_layer_ids") or ())
+    ids = raw.get("eagle_aux_hidden_state_layer_ids") or ()
+    if not isinstance(ids, (list, tuple)):
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids must be a list of layers, not {ids!r}")
     num_aux = 1 if method == "eagle" else _positive(raw, "num_aux_hidden_states", len(ids) or 3)
     if ids and len(ids) != num_aux:
         raise ValueError(
@@ -244,7 +252,7 @@ def _parse(raw: dict[str, Any], method: str) -> DraftConfig:
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
         target_hidden_size=_positive(raw, "target_hidden_size", hidden),
-        aux_layers=ids,
+        aux_layers=tuple(ids),
         num_aux=num_aux,
         window=_window(raw),
         attention_bias=bool(raw.get("attention_bias")),
@@ -283,10 +291,8 @@ def _flatten_speculators(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _lift_eagle_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Keys under `eagle_config` at the top level; a value that changes the layer is refused."""
-    if not (inner := raw.get("eagle_config")):
-        return {k: v for k, v in raw.items() if k != "eagle_config"}
     lifted = {k: v for k, v in raw.items() if k != "eagle_config"}
-    for key, value in inner.items():
+    for key, value in _object(raw, "eagle_config").items():
         if key in ("eagle_aux_hidden_state_layer_ids", "norm_before_fc"):
             lifted[key] = value
         elif key not in _EAGLE_CONFIG:
@@ -297,7 +303,7 @@ def _lift_eagle_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _candidate_head(raw: dict[str, Any], draft_vocab: int) -> tuple[int | None, int | None]:
-    head = raw.get("candidate_head")
+    head = _object(raw, "candidate_head")
     if not head:
         return None, None
     if unknown := sorted(set(head) - {"rank", "num_candidates"}):
@@ -321,6 +327,13 @@ def _window(raw: dict[str, Any]) -> int | None:
 def _refuse(raw: dict[str, Any], known: frozenset[str]) -> None:
     if unknown := sorted(set(raw) - known):
         raise ValueError(f"unknown key {unknown[0]}")
+
+
+def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} must be an object, not {value!r}")
+    return value
 
 
 def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -70,15 +70,28 @@ class CandidateHead:
         scores give the candidates. Only that ratio of theirs counts: training by KL leaves them a free
             constant.
         """
-        scores = self._up.apply(self._down.apply(out)).float()  # [R, V]
-        # Sorted by id, so that ties go to the lower one; at the edge of the candidates they go as torch.topk
-        # has it.
-        candidates = scores.topk(self.num_candidates, sorted=False).indices.sort(1).values
+        scores, candidates = self._candidates(out)
         share = scores.gather(1, candidates).logsumexp(1, keepdim=True) - scores.logsumexp(1, keepdim=True)
         logits = _dot_rows(F.embedding(candidates, self.table.weight), out)
         logprobs = _nan_last(logits.log_softmax(1) + share)
         logprobs, picked = (x[:, :k] for x in logprobs.sort(dim=1, descending=True, stable=True))
         return _target_ids(candidates.gather(1, picked), self.token_ids), logprobs
+
+    def holds_best(self, out: Tensor) -> Tensor:
+        """out [R, H] -> bool [R], whether the token that a full head would rank first is a candidate.
+
+        For evaluation: it scores every token exactly. One of several best is enough.
+        """
+        exact = _dot_all(out, self.table.weight)
+        _, candidates = self._candidates(out)
+        return exact.gather(1, candidates).amax(1) == exact.amax(1)
+
+    def _candidates(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Low-rank scores float32 [R, V] and the c best of each row, int64 [R, c] sorted by id."""
+        scores = self._up.apply(self._down.apply(out)).float()
+        # Sorted by id, so that ties go to the lower one; at the edge of the candidates they go as torch.topk
+        # has it.
+        return scores, scores.topk(self.num_candidates, sorted=False).indices.sort(1).values
 
 
 def largest(scores: Tensor, k: int) -> Tensor:
@@ -117,6 +130,13 @@ def _dot_rows(rows: Tensor, out: Tensor) -> Tensor:
     if rows.is_cuda and rows.dtype != torch.float32:
         return torch.bmm(rows, out[:, :, None], out_dtype=torch.float32).squeeze(2)
     return torch.bmm(rows.float(), out.float()[:, :, None]).squeeze(2)
+
+
+def _dot_all(out: Tensor, table: Tensor) -> Tensor:
+    """float32 [R, V]: rows of `out` [R, H] with every row of `table` [V, H], summed in float32."""
+    if out.is_cuda and out.dtype != torch.float32:
+        return torch.mm(out, table.t(), out_dtype=torch.float32)
+    return out.float() @ table.float().t()
 
 
 def _target_ids(ids: Tensor, token_ids: Tensor | None) -> Tensor:
