@@ -11,10 +11,12 @@ from triton.runtime import JITFunction
 from tokenspeed.kernels import triton as package
 
 _TYPE_NAMES = {
-    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out",
-    "*i64": "positions slots indices mask path_slots seeds src dst",
-    "*i32": "block_table prefix_lens starts cu_rows top_k",
-    "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p",
+    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table",
+    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents depths "
+    "scratch lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
+    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks",
+    "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
+    "logprobs lane_scores all_scores next_scores",
     "fp32": "eps scale",
 }
 _TYPES = {name: kind for kind, names in _TYPE_NAMES.items() for name in names.split()}
@@ -85,6 +87,20 @@ BUILDS: dict[str, list[Build]] = {
     + [Build(_attention(WINDOWED=False, STRETCH=512, BLOCK_R=16, BLOCK_S=32), ("fp32",))],
     "combine_invariant_kernel": [Build(dict(NUM_HEADS=32, DIM=128, STRETCH=512, BLOCK_D=128), num_warps=1)],
     "sample_kernel": [Build(dict(BLOCK=4096), ("fp32",), 8, types=(("out", "*i64"),))],
+    "candidate_scan_kernel": [Build(dict(BLOCK=64, COUNT=32), _ALL)],
+    "candidate_select_kernel": [
+        Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64), _ALL, 8),
+    ],
+    "row_dots_kernel": [Build(dict(BLOCK_C=8, BLOCK_H=512), _ALL, types=(("out", "*fp32"),))],
+    "best_candidates_kernel": [Build(dict(K=4, BLOCK_C=64, BLOCK_K=4), num_warps=2)],
+    "grow_tree_kernel": [
+        Build(dict(K=k, ROWS=rows, LAST=last, BLOCK_R=block, BLOCK_K=16 if k > 4 else 4))
+        for k, rows, last, block in ((4, 1, False, 1), (4, 4, False, 4), (10, 10, True, 16))
+    ],
+    "build_tree_kernel": [
+        Build(dict(NODES=n, COUNT=count, BLOCK_N=block))
+        for n, count, block in ((16, 128, 16), (60, 1024, 64))
+    ],
     "move_kv_kernel": [Build(dict(GROUP=g, BLOCK_M=16, BLOCK_E=256)) for g in (9, 16)],
     "linear_invariant_kernel": [
         Build(dict(HAS_BIAS=b, BLOCK_M=16, BLOCK_N=64, BLOCK_K=64), _ALL, num_stages=3) for b in (False, True)

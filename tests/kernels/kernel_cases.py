@@ -13,6 +13,13 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
+from kernels.draft_kernel_cases import (  # noqa: F401 (CASES finds them by name)
+    case_best_candidates,
+    case_build_tree,
+    case_grow_tree,
+    case_row_dots,
+    case_top_candidates,
+)
 
 from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS

@@ -20,7 +20,7 @@ def results() -> dict[str, str | None]:
     """Error text of each op's cases, None where they pass."""
     env = os.environ | {
         "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(HERE.parent.parent),
+        "PYTHONPATH": os.pathsep.join((str(HERE.parent.parent), str(HERE.parent))),
         "CUDA_VISIBLE_DEVICES": "",
     }
     run = subprocess.run(

@@ -19,6 +19,11 @@ _tree_attention_invariant = Op("tree_attention_invariant")
 _sample = Op("sample")
 _move_kv = Op("move_kv")
 _linear_invariant = Op("linear_invariant")
+_top_candidates = Op("top_candidates")
+_row_dots = Op("row_dots")
+_best_candidates = Op("best_candidates")
+_grow_tree = Op("grow_tree")
+_build_tree = Op("build_tree")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -224,3 +229,71 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         [T, N] of x's dtype.
     """
     return _linear_invariant[x.device.type](x, weight, bias)
+
+
+def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest scores of each row, and the share of the row's mass that they hold.
+
+    Args:
+        scores: [R, V], count <= V.
+
+    Returns:
+        places int64 [R, count], ascending; of scores equal to the least one any may be left out.
+        share: float32 [R], logsumexp of these less logsumexp of all; NaN for a row with a NaN.
+    """
+    return _top_candidates[scores.device.type](scores, count)
+
+
+def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
+    """float32 [R, C]: row r of x [R, H] with rows indices[r] (int64 [R, C]) of table [V, H], contiguous."""
+    return _row_dots[x.device.type](x, table, indices)
+
+
+def best_candidates(scores: Tensor, ids: Tensor, share: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of each row's candidates: ids int64 [R, k] and log-probabilities float32 [R, k], best first.
+
+    Args:
+        scores: float32 [R, C] logits, C >= k. ids: int64 [R, C] what the candidates are.
+        share: float32 [R], added to log_softmax(scores). A NaN there or in a row gives that row -inf throughout.
+    """
+    return _best_candidates[scores.device.type](scores, ids, share, k)
+
+
+def grow_tree(
+    tokens: Tensor,
+    logprobs: Tensor,
+    lanes: tuple[Tensor, Tensor, Tensor] | None,
+    candidates: tuple[Tensor, Tensor, Tensor],
+    step: int,
+    last: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    """One step of B draft trees: records the K children of each of R rows, and picks the next step's lanes.
+
+    Args:
+        tokens: int64 [B, R, K], R = 1 (the root) in step 0, then K. logprobs: float32 [B, R, K]; NaN counts as -inf.
+        lanes: of the rows: candidate numbers int64, cumulative scores float32, and masks int64, [B, K] each;
+            None in step 0.
+        candidates: tokens int64, cumulative scores float32 and parents int64 (a candidate number; -1: the root), each
+            [B, K + (S - 1) K^2]. Written here, child c of row l of step i at K + (i - 1) K^2 + l K + c.
+        last: nothing follows.
+
+    Returns:
+        Of the next lanes, [B, K] each: tokens, rows of this step that they continue, masks (bit j: row j of all lanes
+        so far, itself included), candidate numbers, scores. None in the last step.
+    """
+    return _grow_tree[tokens.device.type](tokens, logprobs, lanes, candidates, step, last)
+
+
+def build_tree(
+    root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keeps the N - 1 best candidates of each tree and numbers them depth-first, the best child first.
+
+    Args:
+        root: int64 [B] the token at the root. tokens, scores, parents: as grow_tree's candidates; a parent has a lower
+            number than its child, and no lower score. nodes: N, at most 64.
+
+    Returns:
+        tokens, parents, depths and masks (bit j: node j is an ancestor, or the node itself): int64 [B, N].
+    """
+    return _build_tree[root.device.type](root, tokens, scores, parents, nodes)

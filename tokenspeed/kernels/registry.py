@@ -34,8 +34,8 @@ class Impl:
         return self.ready is None or bool(_import(self.ready)())
 
 
-def _torch(op: str) -> Impl:
-    return Impl(f"tokenspeed.kernels.reference:{op}", "any")
+def _torch(op: str, module: str = "reference") -> Impl:
+    return Impl(f"tokenspeed.kernels.{module}:{op}", "any")
 
 
 def _triton(module: str, op: str) -> Impl:
@@ -56,6 +56,16 @@ OPS: dict[str, dict[str, Impl]] = {
         ("sample", "sample"),
         ("move_kv", "move_kv"),
         ("linear_invariant", "linear"),
+    )
+}
+OPS |= {
+    op: {"triton": _triton(module, op), "torch": _torch(op, "reference_draft")}
+    for op, module in (
+        ("top_candidates", "candidates"),
+        ("row_dots", "candidates"),
+        ("best_candidates", "candidates"),
+        ("grow_tree", "draft_tree"),
+        ("build_tree", "draft_tree"),
     )
 }
 # CUDA C++ kernels come behind Triton until they are measured to be faster: TOKENSPEED_KERNELS asks for them.

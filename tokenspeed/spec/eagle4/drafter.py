@@ -64,7 +64,11 @@ class EagleDrafter:
         growth = Expansion(shape)
 
         root = frontier.last_indices[:, None]
-        rows = self._rows(frontier, root, torch.zeros_like(root))
+        later = torch.arange(1, shape.steps, device=root.device)[:, None, None]
+        indices = (root + later).expand(-1, -1, k).contiguous()  # [S - 1, B, K] of the lanes of each step
+        positions = self._rope(indices)
+        prefix_lens = (frontier.last_indices + 1).to(torch.int32)  # the root's own row is there already
+        rows = self._rows(frontier, root, self._rope(root), prefix_lens, torch.zeros_like(root))
         attn = self._attend(rows, None, 0)
         out, state = self.model.layer(frontier.last_tokens, self.model.features(frontier.aux), attn)
         lanes = growth.grow(*self._children(out, batch, k))
@@ -72,7 +76,8 @@ class EagleDrafter:
         buffer = self._side_buffer(batch, shape, out)
         state = state[:, None]
         for step in range(1, shape.steps):
-            rows = self._rows(frontier, root + step, self._near(lanes.mask, step, k))
+            mask = self._near(lanes.mask, step, k)
+            rows = self._rows(frontier, indices[step - 1], positions[step - 1], prefix_lens, mask)
             attn = self._attend(rows, buffer, (step - 1) * k)
             out, state = self.model.layer(lanes.tokens.flatten(), _follow(state, lanes), attn)
             state = state.view(batch, k, -1)
@@ -86,14 +91,15 @@ class EagleDrafter:
         tokens, logprobs = self.head.topk(out, k)
         return tokens.view(batch, -1, k), logprobs.view(batch, -1, k)
 
-    def _rows(self, frontier: Frontier, indices: Tensor, mask: Tensor) -> TreeRows:
-        """Rows of one step, all of a request with one index. indices: int64 [B, 1], mask: int64 [B, R]."""
-        indices = indices.expand_as(mask).contiguous()
+    def _rows(
+        self, frontier: Frontier, indices: Tensor, positions: Tensor, prefix_lens: Tensor, mask: Tensor
+    ) -> TreeRows:
+        """Rows of one step, R of each request. indices, positions, mask: int64 [B, R]. prefix_lens: int32 [B]."""
         return TreeRows(
-            positions=self._rope(indices.flatten()),
+            positions=positions.flatten(),
             slots=None,
             block_table=frontier.block_table,
-            prefix_lens=(frontier.last_indices + 1).to(torch.int32),  # the root's own row is there already
+            prefix_lens=prefix_lens,
             mask=mask,
             indices=indices,
             max_prefix=frontier.max_len,

@@ -3,9 +3,9 @@ vocabulary or over the candidates of a low-rank head. Draft scores decide how mu
 tokens come out."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tokenspeed import kernels
 from tokenspeed.layers.embedding import Head, VocabTable
 from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.parameter import Params, Placement
@@ -70,12 +70,10 @@ class CandidateHead:
         scores give the candidates. Only that ratio of theirs counts: training by KL leaves them a free
             constant.
         """
-        scores, candidates = self._candidates(out)
-        share = scores.gather(1, candidates).logsumexp(1, keepdim=True) - scores.logsumexp(1, keepdim=True)
-        logits = _dot_rows(F.embedding(candidates, self.table.weight), out)
-        logprobs = _nan_last(logits.log_softmax(1) + share)
-        logprobs, picked = (x[:, :k] for x in logprobs.sort(dim=1, descending=True, stable=True))
-        return _target_ids(candidates.gather(1, picked), self.token_ids), logprobs
+        candidates, share = self._candidates(out)
+        logits = kernels.row_dots(out, self.table.weight, candidates)
+        ids, logprobs = kernels.best_candidates(logits, candidates, share, k)
+        return _target_ids(ids, self.token_ids), logprobs
 
     def holds_best(self, out: Tensor) -> Tensor:
         """out [R, H] -> bool [R], whether the token that a full head would rank first is a candidate.
@@ -83,15 +81,12 @@ class CandidateHead:
         For evaluation: it scores every token exactly. One of several best is enough.
         """
         exact = _dot_all(out, self.table.weight)
-        _, candidates = self._candidates(out)
+        candidates, _ = self._candidates(out)
         return exact.gather(1, candidates).amax(1) == exact.amax(1)
 
     def _candidates(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Low-rank scores float32 [R, V] and the c best of each row, int64 [R, c] sorted by id."""
-        scores = self._up.apply(self._down.apply(out)).float()
-        # Sorted by id, so that ties go to the lower one; at the edge of the candidates they go as torch.topk
-        # has it.
-        return scores, scores.topk(self.num_candidates, sorted=False).indices.sort(1).values
+        """The c best of each row by the low-rank scores, int64 [R, c], and their share of all mass, float32 [R]."""
+        return kernels.top_candidates(self._up.apply(self._down.apply(out)), self.num_candidates)
 
 
 def largest(scores: Tensor, k: int) -> Tensor:
@@ -123,13 +118,6 @@ def largest(scores: Tensor, k: int) -> Tensor:
     places = torch.cat([places, rest], 1)
     found = torch.nan_to_num(scores.gather(1, places), nan=-torch.inf)
     return places.gather(1, found.sort(dim=1, descending=True, stable=True).indices[:, :k])
-
-
-def _dot_rows(rows: Tensor, out: Tensor) -> Tensor:
-    """float32 [R, c]: row r of `out` [R, H] with each of its own rows [R, c, H], summed in float32."""
-    if rows.is_cuda and rows.dtype != torch.float32:
-        return torch.bmm(rows, out[:, :, None], out_dtype=torch.float32).squeeze(2)
-    return torch.bmm(rows.float(), out.float()[:, :, None]).squeeze(2)
 
 
 def _dot_all(out: Tensor, table: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ The construction is EAGLE-2's (arXiv 2406.16858). Everything is a tensor operati
 host sync, so that it can be captured in a CUDA graph; every tie goes to the lower candidate id.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tokenspeed import kernels
 from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
 from tokenspeed.spec.base import DraftTree
@@ -52,9 +53,8 @@ class Expansion:
     """
 
     shape: Shape
-    _tokens: list[Tensor] = field(default_factory=list)  # [B, K], then [B, K * K] a step
-    _scores: list[Tensor] = field(default_factory=list)  # cumulative log-probabilities, float32
-    _parents: list[Tensor] = field(default_factory=list)  # candidate numbers, -1: the root
+    _step: int = 0
+    _candidates: tuple[Tensor, Tensor, Tensor] | None = None  # see kernels.grow_tree
     _lanes: Tensor | None = None  # int64 [B, K] candidate number of each lane
     _lane_scores: Tensor | None = None  # float32 [B, K]
     _mask: Tensor | None = None  # int64 [B, K] of the last step's lanes
@@ -69,33 +69,31 @@ class Expansion:
         Returns:
             The lanes of the next step; None after the last.
         """
-        batch, rows, k = tokens.shape
-        step = len(self._tokens)
-        scores = torch.nan_to_num(logprobs, nan=-torch.inf, neginf=-torch.inf, posinf=0.0).clamp(max=0.0)
-        if step:
-            scores = self._lane_scores[:, :, None] + scores
-            parents = self._lanes[:, :, None].expand(-1, -1, k)
-        else:
-            parents = torch.full_like(tokens, -1)
-        tokens, scores, parents = (x.reshape(batch, rows * k) for x in (tokens, scores, parents))
-        self._tokens.append(tokens)
-        self._scores.append(scores)
-        self._parents.append(parents)
-        return self._next(step, tokens, scores) if step + 1 < self.shape.steps else None
+        step, self._step = self._step, self._step + 1
+        if step == 0:
+            size = (tokens.shape[0], num_candidates(self.shape))
+            self._candidates = (
+                tokens.new_empty(size),
+                logprobs.new_empty(size, dtype=torch.float32),
+                tokens.new_empty(size),
+            )
+        if step + 1 == self.shape.steps:
+            self._add(step, tokens, logprobs, last=True)
+            return None
+        return self._next(step, tokens, logprobs)
 
-    def _next(self, step: int, tokens: Tensor, scores: Tensor) -> Lanes:
-        k = self.shape.topk
-        self._lane_scores, picked = (x[:, :k] for x in scores.sort(dim=1, descending=True, stable=True))
-        base = k + (step - 1) * k * k if step else 0
-        self._lanes = base + picked
-        parents = picked // k if step else torch.zeros_like(picked)
-        own = torch.ones_like(picked) << (step * k + torch.arange(k, device=picked.device))
-        self._mask = own | self._mask.gather(1, parents) if step else own
-        return Lanes(tokens.gather(1, picked), parents, self._mask)
+    def _next(self, step: int, tokens: Tensor, logprobs: Tensor) -> Lanes:
+        found = self._add(step, tokens, logprobs, last=False)
+        tokens, parents, self._mask, self._lanes, self._lane_scores = found
+        return Lanes(tokens, parents, self._mask)
+
+    def _add(self, step: int, tokens: Tensor, logprobs: Tensor, last: bool) -> tuple[Tensor, ...] | None:
+        lanes = (self._lanes, self._lane_scores, self._mask) if step else None
+        return kernels.grow_tree(tokens, logprobs, lanes, self._candidates, step, last)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """All candidates [B, K + (S - 1) K^2]: tokens int64, scores float32, parents int64 (-1: the root)."""
-        return torch.cat(self._tokens, 1), torch.cat(self._scores, 1), torch.cat(self._parents, 1)
+        return self._candidates
 
 
 def build_tree(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> DraftTree:
@@ -109,31 +107,4 @@ def build_tree(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, no
             score.
         nodes: N, with the root.
     """
-    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]  # parents come first
-    rank = torch.zeros_like(tokens)  # of a candidate, counted from 1; the root has 0
-    ranks = torch.arange(1, nodes, device=root.device).expand_as(kept)
-    rank.scatter_(1, kept, ranks)
-    above = parents.gather(1, kept)
-    above = torch.where(above < 0, 0, rank.gather(1, above.clamp(min=0)))
-    above = torch.cat([torch.zeros_like(root)[:, None], above], 1)  # parents of the N nodes by rank
-
-    numbers = torch.arange(nodes, device=root.device)
-    lineage = _lineage(above, numbers)  # [b, i, j]: 1 where j is an ancestor of i, or i
-    sizes = lineage.sum(1)  # of the subtrees
-    # Depth-first, a node comes after its ancestors and all subtrees of their, and its own, better siblings.
-    better = (above[:, :, None] == above[:, None]) & (numbers[None, :] < numbers[:, None]) & (numbers > 0)
-    before = torch.where(better, sizes[:, None], 0).sum(2) + (numbers > 0)
-    place = (lineage * before[:, None]).sum(2)
-
-    ordered = torch.cat([root[:, None], tokens.gather(1, kept)], 1)
-    by_rank = (ordered, place.gather(1, above), lineage.sum(2) - 1, (lineage << place[:, None]).sum(2))
-    return DraftTree(*(torch.empty_like(x).scatter_(1, place, x) for x in by_rank))
-
-
-def _lineage(parents: Tensor, numbers: Tensor) -> Tensor:
-    """int64 [B, N, N] of 0 and 1: column j of row i says that node j is an ancestor of node i, or node i."""
-    mask = (torch.ones_like(numbers) << numbers).expand_as(parents)
-    for _ in range(MAX_STEPS.bit_length()):  # twice as far up each time
-        mask = mask | mask.gather(1, parents)
-        parents = parents.gather(1, parents)
-    return (mask[:, :, None] >> numbers) & 1
+    return DraftTree(*kernels.build_tree(root, tokens, scores, parents, nodes))

@@ -1,0 +1,113 @@
+"""Cases of the drafting ops; see kernel_cases.py."""
+
+from collections.abc import Callable
+
+import torch
+
+from tokenspeed.kernels import reference_draft as reference
+
+SHAPES = [(1, 1, 2), (4, 1, 5), (1, 4, 5), (3, 2, 4), (8, 4, 16), (5, 16, 64), (7, 10, 60)]
+
+
+def case_top_candidates(fn: Callable, m) -> None:
+    for rows, size, count in (
+        (2, 49152 // (16 if m.quick else 1), 64),
+        (3, 1000, 16),
+        (1, 40, 16),
+        (2, 17, 17),
+    ):
+        scores = m.normal(rows, size) * 3
+        places, share = fn(scores, count)
+        want, want_share = reference.top_candidates(scores, count)
+        assert torch.all(places[:, 1:] > places[:, :-1]) and places.dtype == torch.int64
+        # Which of the last ones is taken may differ where they are equal, their values may not.
+        got, best = (scores.gather(1, p).float().sort(1).values for p in (places, want))
+        assert torch.equal(got, best)
+        torch.testing.assert_close(share, want_share, atol=1e-5, rtol=1e-5)
+    scores = m.normal(3, 300)
+    scores[0, 7], scores[1] = torch.nan, -torch.inf
+    scores[1, 5], scores[2] = 1.0, 0.5
+    places, share = fn(scores, 8)
+    assert torch.isnan(share[0]) and int(places.min()) >= 0 and int(places.max()) < 300
+    assert 5 in places[1].tolist() and all(len(set(row)) == 8 for row in places.tolist())
+    torch.testing.assert_close(
+        share[1:], torch.tensor([1.0, 8 / 300], device=share.device).log(), atol=1e-5, rtol=0
+    )
+
+
+def case_row_dots(fn: Callable, m) -> None:
+    for rows, count, hidden in ((1, 64, 576), (4, 9, 700)):
+        x, table = m.normal(rows, hidden), m.normal(200, hidden)
+        places = m.ints(0, 200, rows, count)
+        want = (table.double()[places] * x.double()[:, None]).sum(-1)
+        torch.testing.assert_close(fn(x, table, places).double(), want, atol=1e-3, rtol=1e-3)
+
+
+def case_best_candidates(fn: Callable, m) -> None:
+    for rows, count, k in ((4, 64, 4), (1, 10, 10), (3, 33, 1), (2, 64, 16)):
+        scores = m.normal(rows, count, dtype=torch.float32)
+        scores[:, : count // 2] = scores[:, : count // 2].round()  # ties
+        ids, share = m.ints(0, 5000, rows, count), -m.normal(rows, dtype=torch.float32).abs()
+        got, want = fn(scores, ids, share, k), reference.best_candidates(scores, ids, share, k)
+        assert torch.equal(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1], atol=1e-5, rtol=1e-5)
+    scores = m.normal(3, 12, dtype=torch.float32)
+    scores[0, 3], share = torch.nan, m.tensor([0.0, float("nan"), 0.0], torch.float32)
+    ids = torch.arange(36, device=scores.device).view(3, 12)
+    got = fn(scores, ids, share, 4)
+    assert torch.all(got[1][:2] == -torch.inf) and torch.isfinite(got[1][2]).all()
+    assert got[0][:2].tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
+
+
+def drawn(m, kind: str, batch: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Children of a draft step: tokens and log-probabilities, best first."""
+    logprobs = -m.normal(batch, rows, k, dtype=torch.float32).abs()
+    if kind == "ties":
+        logprobs = (logprobs * 2).round() / 2
+    logprobs = logprobs.sort(dim=2, descending=True).values
+    if kind == "nan":
+        logprobs[0] = torch.nan
+        logprobs[-1, 0] = -torch.inf
+    return m.ints(0, 9999, batch, rows, k), logprobs
+
+
+def grown(fn: Callable, m, kind: str, batch: int, steps: int, k: int) -> tuple[torch.Tensor, ...]:
+    """Candidates after all steps, each checked against the reference, which goes on from the same lanes."""
+    size = (batch, k + (steps - 1) * k * k)
+    device = m.device
+    candidates, others = (
+        (
+            torch.zeros(size, dtype=torch.int64, device=device),
+            torch.zeros(size, device=device),
+            torch.zeros(size, dtype=torch.int64, device=device),
+        )
+        for _ in range(2)
+    )
+    lanes = None
+    for step in range(steps):
+        children = drawn(m, kind, batch, k if step else 1, k)
+        args = (*children, lanes)
+        got = fn(*args, candidates, step, step + 1 == steps)
+        want = reference.grow_tree(*args, others, step, step + 1 == steps)
+        assert all(torch.equal(a, b) for a, b in zip(candidates, others, strict=True))
+        if want is None:
+            assert got is None and step + 1 == steps
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            lanes = (want[3], want[4], want[2])
+    return candidates
+
+
+def case_grow_tree(fn: Callable, m) -> None:
+    for kind in ("random", "ties", "nan"):
+        for steps, k, _ in SHAPES[1::2] if m.quick else SHAPES:
+            grown(fn, m, kind, 2, steps, k)
+
+
+def case_build_tree(fn: Callable, m) -> None:
+    for kind in ("random", "ties", "nan"):
+        for steps, k, nodes in SHAPES[::2] if m.quick else SHAPES:
+            candidates = grown(reference.grow_tree, m, kind, 3, steps, k)
+            root = m.ints(0, 99, 3)
+            got, want = (build(root, *candidates, nodes) for build in (fn, reference.build_tree))
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

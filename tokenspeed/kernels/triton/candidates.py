@@ -1,0 +1,243 @@
+"""The candidate head's scan of the vocabulary in Triton: the c best of each row, and exact logits of them.
+
+The c best values of a row lie in the c blocks with the largest maxima. So one pass takes maxima, and a program a row
+then looks at c blocks only. Both choices are by bisection of a threshold over the bits of the values, which needs
+counts and no sorting.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOW = tl.constexpr(-1e30)  # stands for -inf among what can still be picked; -inf is what was picked
+_SCAN = 2048  # values a program of the first pass reads
+_BLOCK_C, _BLOCK_H = 8, 512  # candidates a program of row_dots, columns at a time
+
+
+@triton.jit
+def _keys(x):
+    """int32 that sort as float32 `x` does; NaN as -inf."""
+    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _threshold(keys, low, high, count):
+    """The largest t in [low, high] with at least `count` keys >= t; there are that many >= low."""
+    while low < high:
+        middle = low + (high - low + 1) // 2  # int64: the difference of two int32
+        enough = tl.sum((keys >= middle).to(tl.int32), 0) >= count
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _chosen(keys, threshold, count):
+    """Which keys are the `count` best: those over the threshold, then as many at it, the first ones."""
+    above = keys > threshold
+    level = keys == threshold
+    room = count - tl.sum(above.to(tl.int32), 0)
+    return above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
+
+
+@triton.jit
+def candidate_scan_kernel(
+    x, maxima, partial, size, stride, num_blocks, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """Maxima of COUNT blocks of one row, and the programs' own (maximum, sum of exponentials)."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COUNT
+    blocks = first + tl.arange(0, COUNT)
+    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(x + row * stride + at, at < size, float("-inf")).to(tl.float32)
+    best = tl.max(tl.where(values == values, values, float("-inf")), 1)
+    tl.store(maxima + row * num_blocks + blocks, best, blocks < num_blocks)
+    peak = tl.max(best, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.sum(tl.exp(values - base), 1), 0)  # a NaN stays one
+    out = partial + (row * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(out, peak)
+    tl.store(out + 1, total)
+
+
+@triton.jit
+def candidate_select_kernel(
+    x,
+    maxima,
+    partial,
+    chosen,
+    candidates,
+    share,
+    size,
+    stride,
+    num_blocks,
+    num_partial,
+    count,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KEPT: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """One row: the `count` blocks with the largest maxima, then the `count` best values in them, by place."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCKS)
+    best = tl.load(maxima + row * num_blocks + blocks, blocks < num_blocks, float("-inf"))
+    lowest = tl.full((), -2147483648, tl.int64)  # below the key of -inf, which real blocks may have
+    keys = tl.where(blocks < num_blocks, _keys(best).to(tl.int64), lowest)
+    least = _threshold(
+        keys, tl.min(tl.where(blocks < num_blocks, keys, 2147483647), 0), tl.max(keys, 0), count
+    )
+    keep = _chosen(keys, least, count)
+    tl.store(chosen + row * KEPT + tl.cumsum(keep.to(tl.int32), 0) - 1, blocks, keep)
+    tl.debug_barrier()  # another thread has stored what this one loads
+
+    at = tl.arange(0, KEPT * BLOCK)
+    block = tl.load(chosen + row * KEPT + at // BLOCK, at // BLOCK < count, 0)
+    place = block * BLOCK + at % BLOCK
+    real = (at // BLOCK < count) & (place < size)
+    values = tl.load(x + row * stride + place, real, float("-inf")).to(tl.float32)
+    keys = tl.where(real, _keys(values).to(tl.int64), lowest)
+    # Each of the chosen blocks has a value as large as `least`, so there are enough of those.
+    keep = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
+    tl.store(candidates + row * count + tl.cumsum(keep.to(tl.int32), 0) - 1, place.to(tl.int64), keep)
+
+    parts = tl.arange(0, PARTIAL)
+    pointer = partial + (row * num_partial + parts) * 2
+    peaks = tl.load(pointer, parts < num_partial, float("-inf"))
+    totals = tl.load(pointer + 1, parts < num_partial, 0.0)
+    peak = tl.max(peaks, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(totals * tl.exp(peaks - base), 0)
+    mine = tl.sum(tl.where(keep, tl.exp(values - base), 0.0), 0)
+    tl.store(share + row, tl.log(mine) - tl.log(total))
+
+
+@triton.jit
+def row_dots_kernel(
+    x, table, indices, out, size, stride, count, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Dots of one row with BLOCK_C of its own rows of the table."""
+    row = tl.program_id(0).to(tl.int64)
+    mine = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    rows = tl.load(indices + row * count + mine, mine < count, 0)
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(0, size, BLOCK_H):
+        columns = start + tl.arange(0, BLOCK_H)
+        a = tl.load(x + row * stride + columns, columns < size, 0.0).to(tl.float32)
+        inside = (mine < count)[:, None] & (columns < size)[None, :]
+        b = tl.load(table + rows[:, None] * size + columns[None, :], inside, 0.0).to(tl.float32)
+        total += tl.sum(a[None, :] * b, 1)
+    tl.store(out + row * count + mine, total, mine < count)
+
+
+@triton.jit
+def best_candidates_kernel(
+    scores,
+    ids,
+    share,
+    best_ids,
+    logprobs,
+    count,
+    K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The K best of one row's candidates, equal ones by place, and their log-probabilities."""
+    row = tl.program_id(0).to(tl.int64)
+    column, child = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
+    x = tl.load(scores + row * count + column, column < count, float("-inf"))
+    peak = tl.max(tl.where(x == x, x, float("-inf")), 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    x += tl.load(share + row) - peak - tl.log(tl.sum(tl.exp(x - peak), 0))  # a NaN reaches all
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, _LOW), 0.0), _LOW)
+    x = tl.where(column < count, x, float("-inf"))
+    best = tl.zeros((BLOCK_K,), tl.float32)
+    at = tl.zeros((BLOCK_K,), tl.int32)
+    for i in tl.static_range(K):
+        top = tl.max(x, 0)
+        where = tl.min(tl.where(x == top, column, BLOCK_C), 0)
+        best = tl.where(child == i, top, best)
+        at = tl.where(child == i, where, at)
+        x = tl.where(column == where, float("-inf"), x)
+    tl.store(best_ids + row * K + child, tl.load(ids + row * count + at, child < K, 0), child < K)
+    tl.store(logprobs + row * K + child, tl.where(best <= _LOW, float("-inf"), best), child < K)
+
+
+def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `tokenspeed.kernels.top_candidates`."""
+    rows, size = scores.shape
+    block = 64
+    while triton.cdiv(size, block) < count:
+        block //= 2
+    num_blocks, per_program = triton.cdiv(size, block), _SCAN // block
+    num_partial = triton.cdiv(num_blocks, per_program)
+    kept = triton.next_power_of_2(count)
+    maxima = scores.new_empty((rows, num_blocks), dtype=torch.float32)
+    partial = scores.new_empty((rows, num_partial, 2), dtype=torch.float32)
+    chosen = scores.new_empty((rows, kept), dtype=torch.int32)
+    candidates = scores.new_empty((rows, count), dtype=torch.int64)
+    share = scores.new_empty((rows,), dtype=torch.float32)
+    stride = scores.stride(0)
+    candidate_scan_kernel[(rows, num_partial)](
+        scores, maxima, partial, size, stride, num_blocks, BLOCK=block, COUNT=per_program, num_warps=4
+    )
+    candidate_select_kernel[(rows,)](
+        scores,
+        maxima,
+        partial,
+        chosen,
+        candidates,
+        share,
+        size,
+        stride,
+        num_blocks,
+        num_partial,
+        count,
+        BLOCK=block,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        KEPT=kept,
+        PARTIAL=triton.next_power_of_2(num_partial),
+        num_warps=8,
+    )
+    return candidates, share
+
+
+def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
+    """See `tokenspeed.kernels.row_dots`."""
+    rows, count = indices.shape
+    out = x.new_empty((rows, count), dtype=torch.float32)
+    row_dots_kernel[(rows, triton.cdiv(count, _BLOCK_C))](
+        x,
+        table,
+        indices,
+        out,
+        x.shape[1],
+        x.stride(0),
+        count,
+        BLOCK_C=_BLOCK_C,
+        BLOCK_H=_BLOCK_H,
+        num_warps=4,
+    )
+    return out
+
+
+def best_candidates(scores: Tensor, ids: Tensor, share: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See `tokenspeed.kernels.best_candidates`."""
+    rows, count = scores.shape
+    best = torch.empty((rows, k), dtype=torch.int64, device=scores.device)
+    logprobs = torch.empty((rows, k), dtype=torch.float32, device=scores.device)
+    best_candidates_kernel[(rows,)](
+        scores,
+        ids,
+        share,
+        best,
+        logprobs,
+        count,
+        K=k,
+        BLOCK_C=triton.next_power_of_2(count),
+        BLOCK_K=triton.next_power_of_2(k),
+        num_warps=2,
+    )
+    return best, logprobs
