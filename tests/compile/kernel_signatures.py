@@ -91,15 +91,11 @@ BUILDS: dict[str, list[Build]] = {
     "candidate_select_kernel": [
         Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64), _ALL, 8),
     ],
-    "row_dots_kernel": [Build(dict(BLOCK_C=8, BLOCK_H=512), _ALL, types=(("out", "*fp32"),))],
-    "best_candidates_kernel": [Build(dict(K=4, BLOCK_C=64, BLOCK_K=4), num_warps=2)],
-    "grow_tree_kernel": [
-        Build(dict(K=k, ROWS=rows, LAST=last, BLOCK_R=block, BLOCK_K=16 if k > 4 else 4))
-        for k, rows, last, block in ((4, 1, False, 1), (4, 4, False, 4), (10, 10, True, 16))
-    ],
+    "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
+    "best_candidates_kernel": [Build(dict(BLOCK_C=64, BLOCK_K=16), num_warps=2)],
+    "grow_tree_kernel": [Build(dict(BLOCK_R=r, BLOCK_K=k)) for r, k in ((4, 4), (4, 16), (16, 16))],
     "build_tree_kernel": [
-        Build(dict(NODES=n, COUNT=count, BLOCK_N=block))
-        for n, count, block in ((16, 128, 16), (60, 1024, 64))
+        Build(dict(COUNT=count, BLOCK_N=n)) for count, n in ((128, 16), (1024, 16), (1024, 64))
     ],
     "move_kv_kernel": [Build(dict(GROUP=g, BLOCK_M=16, BLOCK_E=256)) for g in (9, 16)],
     "linear_invariant_kernel": [

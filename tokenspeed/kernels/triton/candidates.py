@@ -12,7 +12,7 @@ from torch import Tensor
 
 _LOW = tl.constexpr(-1e30)  # stands for -inf among what can still be picked; -inf is what was picked
 _SCAN = 2048  # values a program of the first pass reads
-_BLOCK_C, _BLOCK_H = 8, 512  # candidates a program of row_dots, columns at a time
+_BLOCK_C, _BLOCK_H = 2, 2048  # candidates a program of row_dots, columns at a time
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def row_dots_kernel(
     tl.store(out + row * count + mine, total, mine < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def best_candidates_kernel(
     scores,
     ids,
@@ -140,11 +140,11 @@ def best_candidates_kernel(
     best_ids,
     logprobs,
     count,
-    K: tl.constexpr,
+    k,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The K best of one row's candidates, equal ones by place, and their log-probabilities."""
+    """The k best of one row's candidates, equal ones by place, and their log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     column, child = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
     x = tl.load(scores + row * count + column, column < count, float("-inf"))
@@ -155,14 +155,14 @@ def best_candidates_kernel(
     x = tl.where(column < count, x, float("-inf"))
     best = tl.zeros((BLOCK_K,), tl.float32)
     at = tl.zeros((BLOCK_K,), tl.int32)
-    for i in tl.static_range(K):
+    for i in range(k):
         top = tl.max(x, 0)
         where = tl.min(tl.where(x == top, column, BLOCK_C), 0)
         best = tl.where(child == i, top, best)
         at = tl.where(child == i, where, at)
         x = tl.where(column == where, float("-inf"), x)
-    tl.store(best_ids + row * K + child, tl.load(ids + row * count + at, child < K, 0), child < K)
-    tl.store(logprobs + row * K + child, tl.where(best <= _LOW, float("-inf"), best), child < K)
+    tl.store(best_ids + row * k + child, tl.load(ids + row * count + at, child < k, 0), child < k)
+    tl.store(logprobs + row * k + child, tl.where(best <= _LOW, float("-inf"), best), child < k)
 
 
 def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -235,9 +235,9 @@ def best_candidates(scores: Tensor, ids: Tensor, share: Tensor, k: int) -> tuple
         best,
         logprobs,
         count,
-        K=k,
+        k,
         BLOCK_C=triton.next_power_of_2(count),
-        BLOCK_K=triton.next_power_of_2(k),
+        BLOCK_K=triton.next_power_of_2(max(k, 16)),
         num_warps=2,
     )
     return best, logprobs

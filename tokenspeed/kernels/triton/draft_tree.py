@@ -11,7 +11,7 @@ from torch import Tensor
 _LOW = tl.constexpr(-1e30)  # stands for -inf among what can still be picked; -inf is what was picked
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "step", "k", "rows", "last"])
 def grow_tree_kernel(
     tokens,
     logprobs,
@@ -28,53 +28,53 @@ def grow_tree_kernel(
     next_scores,
     total,
     step,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    LAST: tl.constexpr,
+    k,
+    rows,
+    last,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Records the K children of each of ROWS rows, and picks of them all the K best as lanes."""
+    """Records the k children of each of the rows, and picks of them all the k best as lanes."""
     request = tl.program_id(0).to(tl.int64)
     row, child = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    own = request * ROWS + row
-    mine = (row < ROWS)[:, None] & (child < K)[None, :]
-    at = own[:, None] * K + child[None, :]
+    own = request * rows + row
+    mine = (row < rows)[:, None] & (child < k)[None, :]
+    at = own[:, None] * k + child[None, :]
     value = tl.load(logprobs + at, mine, 0.0)
     value = tl.where(value == value, tl.minimum(tl.maximum(value, _LOW), 0.0), _LOW)
-    value += tl.load(lane_scores + own, (row < ROWS) & (step > 0), 0.0)[:, None]
+    value += tl.load(lane_scores + own, (row < rows) & (step > 0), 0.0)[:, None]
     value = tl.maximum(value, _LOW)
     token = tl.load(tokens + at, mine, 0)
-    parent = tl.load(lanes + own, (row < ROWS) & (step > 0), -1)
-    base = tl.where(step == 0, 0, K + (step - 1) * K * K)
-    flat = row[:, None] * K + child[None, :]
+    parent = tl.load(lanes + own, (row < rows) & (step > 0), -1)
+    base = tl.where(step == 0, 0, k + (step - 1) * k * k)
+    flat = row[:, None] * k + child[None, :]
     out = request * total + base + flat
     tl.store(all_tokens + out, token, mine)
     tl.store(all_scores + out, tl.where(value <= _LOW, float("-inf"), value), mine)
     tl.store(all_parents + out, tl.broadcast_to(parent[:, None], (BLOCK_R, BLOCK_K)), mine)
-    if not LAST:
+    if last == 0:
         value = tl.where(mine, value, float("-inf"))
         picked = tl.zeros((BLOCK_K,), tl.int32)
         score = tl.zeros((BLOCK_K,), tl.float32)
-        for i in tl.static_range(K):
+        for i in range(k):
             top = tl.max(tl.max(value, 1), 0)
-            where = tl.min(tl.min(tl.where(value == top, flat, BLOCK_R * BLOCK_K * K), 1), 0)
+            where = tl.min(tl.min(tl.where(value == top, flat, BLOCK_R * BLOCK_K * BLOCK_K), 1), 0)
             picked = tl.where(child == i, where, picked)
             score = tl.where(child == i, top, score)
             value = tl.where(flat == where, float("-inf"), value)
-        inside = child < K
-        parents = picked // K  # rows of this step
-        mask = tl.load(lane_mask + request * ROWS + parents, inside & (step > 0), 0)
-        bit = tl.full((BLOCK_K,), 1, tl.int64) << (step * K + child).to(tl.int64)
-        to = request * K + child
-        tl.store(next_tokens + to, tl.load(tokens + request * ROWS * K + picked, inside, 0), inside)
+        inside = child < k
+        parents = picked // k  # rows of this step
+        mask = tl.load(lane_mask + request * rows + parents, inside & (step > 0), 0)
+        bit = tl.full((BLOCK_K,), 1, tl.int64) << (step * k + child).to(tl.int64)
+        to = request * k + child
+        tl.store(next_tokens + to, tl.load(tokens + request * rows * k + picked, inside, 0), inside)
         tl.store(next_rows + to, parents.to(tl.int64), inside)
         tl.store(next_mask + to, mask | bit, inside)
         tl.store(next_lanes + to, (base + picked).to(tl.int64), inside)
         tl.store(next_scores + to, tl.where(score <= _LOW, float("-inf"), score), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "nodes"])
 def build_tree_kernel(
     root,
     all_tokens,
@@ -87,11 +87,11 @@ def build_tree_kernel(
     depths,
     mask,
     total,
-    NODES: tl.constexpr,
+    nodes,
     COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Ranks a request's candidates, keeps NODES - 1 of them, and numbers these depth-first."""
+    """Ranks a request's candidates, keeps nodes - 1 of them, and numbers these depth-first."""
     request = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, COUNT)
     scores = all_scores + request * total
@@ -105,12 +105,12 @@ def build_tree_kernel(
     kept = scratch + request * 3 * BLOCK_N  # candidates by rank; then masks and parents, for others to read
     masks, ups = kept + BLOCK_N, kept + 2 * BLOCK_N
     ranks += request * total
-    tl.store(ranks + every, tl.where(rank < NODES - 1, rank + 1, 0), every < total)  # the root has 0
-    tl.store(kept + 1 + rank, every.to(tl.int64), (rank < NODES - 1) & (every < total))
+    tl.store(ranks + every, tl.where(rank < nodes - 1, rank + 1, 0), every < total)  # the root has 0
+    tl.store(kept + 1 + rank, every.to(tl.int64), (rank < nodes - 1) & (every < total))
     tl.debug_barrier()
 
     node = tl.arange(0, BLOCK_N)
-    real = node < NODES
+    real = node < nodes
     candidate = tl.load(kept + node, real & (node > 0), 0)
     above = tl.load(all_parents + request * total + candidate, real & (node > 0), -1)
     above = tl.load(ranks + above, above >= 0, 0)
@@ -143,12 +143,17 @@ def build_tree_kernel(
     tl.store(ups + node, place)
     tl.debug_barrier()
     others = tl.load(ups + node)
-    out = request * NODES + place
+    out = request * nodes + place
     token = tl.load(all_tokens + request * total + candidate, real & (node > 0), 0)
     tl.store(tokens + out, tl.where(node == 0, tl.load(root + request), token), real)
     tl.store(parents + out, tl.load(ups + above), real)
     tl.store(depths + out, tl.sum(lineage, 1) - 1, real)
     tl.store(mask + out, tl.sum(lineage << others[None, :], 1), real)
+
+
+def _block(size: int) -> int:
+    """Few sizes of blocks, so that few kernels are compiled."""
+    return 4 if size <= 4 else triton.next_power_of_2(max(size, 16))
 
 
 def grow_tree(
@@ -174,11 +179,11 @@ def grow_tree(
         *(found or (candidates[2],) * 4 + (candidates[1],)),
         candidates[0].shape[1],
         step,
-        K=k,
-        ROWS=rows,
-        LAST=last,
-        BLOCK_R=triton.next_power_of_2(rows),
-        BLOCK_K=triton.next_power_of_2(k),
+        k,
+        rows,
+        int(last),
+        BLOCK_R=_block(rows),
+        BLOCK_K=_block(k),
         num_warps=4,
     )
     return found
@@ -189,7 +194,7 @@ def build_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `tokenspeed.kernels.build_tree`."""
     batch, total = tokens.shape
-    block = triton.next_power_of_2(nodes)
+    block = 16 if nodes <= 16 else 64
     ranks = torch.empty((batch, total), dtype=torch.int32, device=root.device)
     scratch = torch.empty((batch, 3, block), dtype=torch.int64, device=root.device)
     found = [torch.empty((batch, nodes), dtype=torch.int64, device=root.device) for _ in range(4)]
@@ -202,8 +207,8 @@ def build_tree(
         scratch,
         *found,
         total,
-        NODES=nodes,
-        COUNT=max(16, triton.next_power_of_2(total)),
+        nodes,
+        COUNT=128 if total <= 128 else 1024,
         BLOCK_N=block,
         num_warps=4,
     )
