@@ -92,8 +92,10 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64), _ALL, 8),
     ],
     "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
-    "best_candidates_kernel": [Build(dict(BLOCK_C=64, BLOCK_K=16), num_warps=2)],
-    "grow_tree_kernel": [Build(dict(BLOCK_R=r, BLOCK_K=k)) for r, k in ((4, 4), (4, 16), (16, 16))],
+    "best_candidates_kernel": [Build(dict(BLOCK_C=64, BLOCK_K=16), num_warps=2, types=(("k", "i32"),))],
+    "grow_tree_kernel": [
+        Build(dict(BLOCK_R=r, BLOCK_K=k), types=(("k", "i32"),)) for r, k in ((4, 4), (4, 16), (16, 16))
+    ],
     "build_tree_kernel": [
         Build(dict(COUNT=count, BLOCK_N=n)) for count, n in ((128, 16), (1024, 16), (1024, 64))
     ],
