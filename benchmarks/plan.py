@@ -68,6 +68,8 @@ class Engine:
                 tokens += len(unpack(out.token_ids))
                 open_now -= out.finished is not None
         seconds = time.perf_counter() - started
+        while under_way:  # rounds that were sent before the last answer was known
+            scheduler.update(self.runner.result(under_way.popleft()))
         return {"tokens": tokens, "seconds": seconds, "rounds": dict(rounds)}
 
 

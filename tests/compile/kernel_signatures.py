@@ -89,7 +89,8 @@ BUILDS: dict[str, list[Build]] = {
     "sample_kernel": [Build(dict(BLOCK=4096), ("fp32",), 8, types=(("out", "*i64"),))],
     "candidate_scan_kernel": [Build(dict(BLOCK=64, COUNT=32), _ALL)],
     "candidate_select_kernel": [
-        Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64), _ALL, 8),
+        Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short), dtypes, 8)
+        for short, dtypes in ((True, ("bf16",)), (False, ("fp16", "fp32")))
     ],
     "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
     "best_candidates_kernel": [Build(dict(BLOCK_C=64, BLOCK_K=16), num_warps=2, types=(("k", "i32"),))],

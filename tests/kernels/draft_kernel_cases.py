@@ -16,14 +16,14 @@ def case_top_candidates(fn: Callable, m) -> None:
         (1, 40, 16),
         (2, 17, 17),
     ):
-        scores = m.normal(rows, size) * 3
-        places, share = fn(scores, count)
-        want, want_share = reference.top_candidates(scores, count)
-        assert torch.all(places[:, 1:] > places[:, :-1]) and places.dtype == torch.int64
-        # Which of the last ones is taken may differ where they are equal, their values may not.
-        got, best = (scores.gather(1, p).float().sort(1).values for p in (places, want))
-        assert torch.equal(got, best)
-        torch.testing.assert_close(share, want_share, atol=1e-5, rtol=1e-5)
+        for scores in (m.normal(rows, size) * 3, (m.normal(rows, size) * 3).bfloat16()):
+            places, share = fn(scores, count)
+            want, want_share = reference.top_candidates(scores, count)
+            assert torch.all(places[:, 1:] > places[:, :-1]) and places.dtype == torch.int64
+            # Which of the last ones is taken may differ where they are equal, their values may not.
+            got, best = (scores.gather(1, p).float().sort(1).values for p in (places, want))
+            assert torch.equal(got, best)
+            torch.testing.assert_close(share, want_share, atol=1e-5, rtol=1e-5)
     scores = m.normal(3, 300)
     scores[0, 7], scores[1] = torch.nan, -torch.inf
     scores[1, 5], scores[2] = 1.0, 0.5

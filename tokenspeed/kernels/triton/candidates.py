@@ -16,17 +16,22 @@ _BLOCK_C, _BLOCK_H = 2, 2048  # candidates a program of row_dots, columns at a t
 
 
 @triton.jit
-def _keys(x):
-    """int32 that sort as float32 `x` does; NaN as -inf."""
+def _keys(x, SHORT: tl.constexpr):
+    """Whole numbers that sort as float32 `x` does, NaN as -inf; SHORT: `x` was bfloat16, 16 bits say it all."""
     bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if SHORT:
+        keys = bits >> 16
+    else:
+        keys = bits.to(tl.int64)  # differences of two need more than 32 bits
+    return keys
 
 
 @triton.jit
 def _threshold(keys, low, high, count):
     """The largest t in [low, high] with at least `count` keys >= t; there are that many >= low."""
     while low < high:
-        middle = low + (high - low + 1) // 2  # int64: the difference of two int32
+        middle = low + (high - low + 1) // 2
         enough = tl.sum((keys >= middle).to(tl.int32), 0) >= count
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
@@ -79,16 +84,16 @@ def candidate_select_kernel(
     BLOCKS: tl.constexpr,
     KEPT: tl.constexpr,
     PARTIAL: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     """One row: the `count` blocks with the largest maxima, then the `count` best values in them, by place."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     best = tl.load(maxima + row * num_blocks + blocks, blocks < num_blocks, float("-inf"))
-    lowest = tl.full((), -2147483648, tl.int64)  # below the key of -inf, which real blocks may have
-    keys = tl.where(blocks < num_blocks, _keys(best).to(tl.int64), lowest)
-    least = _threshold(
-        keys, tl.min(tl.where(blocks < num_blocks, keys, 2147483647), 0), tl.max(keys, 0), count
-    )
+    lowest = -65536 if SHORT else -4294967296  # below the key of -inf, which real blocks may have
+    keys = tl.where(blocks < num_blocks, _keys(best, SHORT), lowest)
+    low = tl.min(tl.where(blocks < num_blocks, keys, -lowest), 0)
+    least = _threshold(keys, low, tl.max(keys, 0), count)
     keep = _chosen(keys, least, count)
     tl.store(chosen + row * KEPT + tl.cumsum(keep.to(tl.int32), 0) - 1, blocks, keep)
     tl.debug_barrier()  # another thread has stored what this one loads
@@ -98,7 +103,7 @@ def candidate_select_kernel(
     place = block * BLOCK + at % BLOCK
     real = (at // BLOCK < count) & (place < size)
     values = tl.load(x + row * stride + place, real, float("-inf")).to(tl.float32)
-    keys = tl.where(real, _keys(values).to(tl.int64), lowest)
+    keys = tl.where(real, _keys(values, SHORT), lowest)
     # Each of the chosen blocks has a value as large as `least`, so there are enough of those.
     keep = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
     tl.store(candidates + row * count + tl.cumsum(keep.to(tl.int32), 0) - 1, place.to(tl.int64), keep)
@@ -199,6 +204,7 @@ def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         BLOCKS=triton.next_power_of_2(num_blocks),
         KEPT=kept,
         PARTIAL=triton.next_power_of_2(num_partial),
+        SHORT=scores.dtype == torch.bfloat16,
         num_warps=8,
     )
     return candidates, share
