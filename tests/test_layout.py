@@ -48,10 +48,11 @@ LAYERS = """
     sampling:                leaves ipc kernels
     spec:                    leaves hub kernels distributed layers attention models sampling plan draft
     worker:                  control compute
+    train:                   control compute tokenizer bench launch worker
     launch:                  control server tokenizer scheduler worker plan draft
     llm:                     control server tokenizer launch
 """
-NEEDS_TORCH = {"kernels", "distributed", "layers", "attention", "models", "sampling", "spec", "worker"}
+NEEDS_TORCH = {"kernels", "distributed", "layers", "attention", "models", "sampling", "spec", "worker", "train"}
 HEAVY = {"torch", "triton", "flashinfer", "sgl_kernel", "transformers"}
 CONTROL_PROCESSES = ("scheduler.process", "tokenizer.process", "server.process", "launch", "cli")
 

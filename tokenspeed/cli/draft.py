@@ -20,22 +20,29 @@ from tokenspeed.spec.options import default_shapes, parse_shape, speculation
 
 TOLERANCE = 0.05  # of the accept length, between the two ways to count it
 
-_NOT_YET = ("train", "export")
-_USAGE = "usage: tokenspeed draft eval MODEL --draft D, or tokenspeed draft convert SRC; each has --help"
+_USAGE = (
+    "usage: tokenspeed draft eval MODEL --draft D, tokenspeed draft data MODEL --prompts FILE --output DIR, "
+    "tokenspeed draft train MODEL --data DIR --output RUN, "
+    "tokenspeed draft export RUN --output DIR, or tokenspeed draft convert SRC; each has --help"
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Judges or converts a draft. Returns the exit code."""
+    """Judges, trains, exports or converts a draft, or makes the data for one. Returns the exit code."""
     if argv and argv[0] == "eval":
         return _eval(list(argv[1:]))
     if argv and argv[0] == "convert":
         from tokenspeed.cli import draft_convert
 
         return draft_convert.run(argv[1:])
-    if argv and argv[0] in _NOT_YET:
-        raise ConfigError(
-            f"tokenspeed draft {argv[0]} is not part of this version; draft eval and draft convert are"
-        )
+    if argv and argv[0] == "data":
+        from tokenspeed.cli import draft_data
+
+        return draft_data.run(argv[1:])
+    if argv and argv[0] in ("train", "export"):
+        from tokenspeed.cli import draft_train
+
+        return getattr(draft_train, argv[0])(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
         print(_USAGE)
         return 0

@@ -68,8 +68,8 @@ def resolve_draft(
     if (own := Path(model_dir) / "draft").is_dir():
         return _draft(str(own), progress)
     raise ConfigError(
-        f"no {method} draft is known for {model_name}; name one with --draft (tokenspeed draft train, to "
-        "make one, is still to come)"
+        f"no {method} draft is known for {model_name}; name one with --draft, or make one: "
+        f"tokenspeed draft data {model_name}, then tokenspeed draft train"
     )
 
 
