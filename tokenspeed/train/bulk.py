@@ -1,8 +1,8 @@
 """Thousands of answers at once on a worker's engine, without the scheduler and its processes.
 
-A text in the scheduler costs it a few microseconds a token, which bounds the whole engine at some 100,000
-tokens a second. Here every slot owns the pages of a longest text for good, so there is nothing to schedule:
-the host launches ROUNDS rounds, and looks at their tokens with numpy while they run.
+Through the ring every token costs the scheduler, the tokenizer and the client some microseconds each. Here
+every slot owns the pages of a longest text for good, so there is nothing to schedule: the host launches ROUNDS
+rounds, and books their tokens with numpy while the next ones run.
 """
 
 import math
