@@ -52,7 +52,17 @@ LAYERS = """
     launch:                  control server tokenizer scheduler worker plan draft
     llm:                     control server tokenizer launch
 """
-NEEDS_TORCH = {"kernels", "distributed", "layers", "attention", "models", "sampling", "spec", "worker", "train"}
+NEEDS_TORCH = {
+    "kernels",
+    "distributed",
+    "layers",
+    "attention",
+    "models",
+    "sampling",
+    "spec",
+    "worker",
+    "train",
+}
 HEAVY = {"torch", "triton", "flashinfer", "sgl_kernel", "transformers"}
 CONTROL_PROCESSES = ("scheduler.process", "tokenizer.process", "server.process", "launch", "cli")
 

@@ -18,7 +18,7 @@ from tokenspeed.worker.engine import Engine
 from tokenspeed.worker.graph import GraphSet
 
 REPEATS, PATIENCE = 3, 0.5  # rounds timed of a kind; seconds after which one is enough
-CPU_BATCHES = (1, 4, 8)  # in between, times are interpolated
+CPU_BATCHES = (1, 2, 4, 8)  # in between, times are interpolated
 CONTEXT = 1024  # tokens a request, for what context costs
 CONTEXT_BATCH = 64  # requests at most, for the same
 CONTEXT_TOKENS = CONTEXT_BATCH * (CONTEXT + 256)  # of a pool that has room for it
