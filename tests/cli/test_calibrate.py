@@ -53,3 +53,7 @@ def test_what_can_not_be_done(models, tmp_path, capsys):
     assert main(["calibrate", *models, *OPTIONS, "--candidates", "9/9"]) == 2
     assert "STEPS/TOPK/NODES" in capsys.readouterr().err
     assert main(["calibrate", str(tmp_path / "none"), *OPTIONS]) == 2
+    capsys.readouterr()
+    wide = ["--candidates", "2/64/64", "--num-prompts", "1", "--max-tokens", "8"]
+    assert main(["calibrate", *models, *OPTIONS, *wide]) == 2
+    assert "asks for 64 tokens a step" in capsys.readouterr().err

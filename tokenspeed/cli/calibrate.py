@@ -53,6 +53,7 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     from tokenspeed.bench.workload import load_prompts
     from tokenspeed.cli.draft import decode, only
     from tokenspeed.launch import resolve
+    from tokenspeed.spec.eagle4.config import fitting_shapes, load_draft_config
     from tokenspeed.worker.calibrate import CONTEXT_TOKENS, calibrate, key_of
     from tokenspeed.worker.graph import GraphSet
     from tokenspeed.worker.replay import pool_tokens, replay
@@ -73,6 +74,8 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     engine = built.runner.engine
     key = key_of(resolved, str(built.info["device"]), engine.pool.dtype)
     shapes = [parse_shape(text) for text in args.candidates or (CPU_CANDIDATES if on_cpu else GPU_CANDIDATES)]
+    draft = load_draft_config(resolved.draft_dir, resolved.model)
+    shapes = list(fitting_shapes(draft, tuple(shapes), config.draft_head == "full"))
     batches = args.batches or batches_for(config, on_cpu, int(built.info["max_num_seqs"]))
     ladder = {b: (None, *(s for s in shapes if b * s.nodes <= MAX_ROWS)) for b in sorted(batches)}
     graphs = None if on_cpu or config.enforce_eager else GraphSet(engine, ladder)
