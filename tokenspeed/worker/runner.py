@@ -127,10 +127,11 @@ class Runner:
             self._slots.pop(slot, None)
             self.engine.edits.release(slot)
         self.state.add_pages(unpack(step.page_slots), unpack(step.page_ids))
+        if step.admit:
+            self.engine.sampling.set([a.slot for a in step.admit], [a.params for a in step.admit])
         for admit in step.admit:
             ids = unpack(admit.input_ids)
             self._slots[admit.slot] = _Slot(torch.tensor(ids), admit.params, len(ids))
-            self.engine.sampling.set(admit.slot, admit.params)
             self.engine.edits.admit(admit.slot, ids, admit.num_prompt, admit.params)
             if admit.num_cached:
                 page = self.state.block_table[admit.slot, admit.num_cached // self.page_size - 1]

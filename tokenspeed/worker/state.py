@@ -84,9 +84,15 @@ class SamplingState:
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.device = device
 
-    def set(self, slot: int, params: SamplingParams) -> None:
-        self.temperature[slot] = 0.0 if params.greedy else params.temperature
-        self.top_k[slot] = max(params.top_k, 0)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seeds[slot] = params.seed
+    def set(self, slots: list[int], params: list[SamplingParams]) -> None:
+        """All requests of a step at once: each tensor is written in one operation."""
+        index = torch.tensor(slots, device=self.device)
+
+        def write(to: Tensor, values: list) -> None:
+            to[index] = torch.tensor(values, dtype=to.dtype).to(self.device, non_blocking=True)
+
+        write(self.temperature, [0.0 if p.greedy else p.temperature for p in params])
+        write(self.top_k, [max(p.top_k, 0) for p in params])
+        write(self.top_p, [p.top_p for p in params])
+        write(self.min_p, [p.min_p for p in params])
+        write(self.seeds, [p.seed for p in params])
