@@ -17,7 +17,8 @@ def main() -> int:
         return 2
     model, draft, method = [*sys.argv[1:], "eagle4"][:3]
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    with LLM(model=model, spec=method, draft=draft) as llm:
+    # One tree in every round: left to itself the engine gives up a draft that does not pay here.
+    with LLM(model=model, spec=method, draft=draft, spec_shape="4/2/8") as llm:
         outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=128))
     for question, output in zip(QUESTIONS, outputs, strict=True):
         seen, rounds = output.metrics, output.metrics["num_rounds"]
