@@ -88,6 +88,28 @@ def test_the_export_is_a_draft_that_accepts_more_than_an_untrained_one(
     assert told["options"]["lr"] == 8e-3 and told["data"]["num_answers"] == 64
 
 
+def test_a_run_that_starts_from_a_draft_begins_where_that_one_ended(trained, model_dir, data_dir, tmp_path):
+    assert main(["draft", "export", str(trained), "--output", str(tmp_path / "draft")]) == 0
+    more = ["--start-from", str(tmp_path / "draft"), "--steps", "1", "--head-steps", "1"]
+    assert command(model_dir, data_dir, tmp_path / "more", *more) == 0
+    first, last = {}, {}
+    for stage, kind in (("draft", "top1"), ("candidate head", "recall")):
+        last[stage] = next(r for r in reversed(read_log(trained / LOG)) if r["stage"] == stage)[kind]
+        first[stage] = next(r for r in read_log(tmp_path / "more" / LOG) if r["stage"] == stage)[kind]
+        for before, after in zip(last[stage], first[stage], strict=True):
+            assert after > before - 0.15, stage  # one batch against many; untrained: test above, 0.2 lower
+
+
+def test_a_start_of_another_shape_is_refused(trained, model_dir, data_dir, tmp_path, capsys):
+    assert main(["draft", "export", str(trained), "--output", str(tmp_path / "draft")]) == 0
+    base = ["draft", "train", str(model_dir), "--data", str(data_dir), "--output", str(tmp_path / "more")]
+    base += [*SMALL, "--steps", "1", "--head-steps", "1"]
+    wider = [*base, "--start-from", str(tmp_path / "draft"), "--ffn", "65"]
+    assert "has intermediate_size 64, this run 65" in fails(capsys, wider)
+    assert "has no config.json" in fails(capsys, [*base, "--start-from", str(tmp_path)])
+    assert not (tmp_path / "more").exists()
+
+
 def accept_length(model_dir: Path, draft: Path, data_dir: Path) -> float:
     """Tokens a round over some of the training answers, as `draft eval` counts offline."""
     config = Config(

@@ -162,4 +162,9 @@ def _parser() -> Parser:
         metavar="A,B,C",
         help="target layers whose outputs the draft reads (default: an early, a middle and a late one)",
     )
+    group.add_argument(
+        "--start-from",
+        metavar="DRAFT",
+        help="directory of a draft of the same shape, to train on (default: random first weights)",
+    )
     return parser

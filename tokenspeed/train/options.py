@@ -54,6 +54,7 @@ class TrainOptions:
     max_length: int = 1024
     tokens_per_step: int = 24576
     seed: int = 0
+    start_from: str | None = None  # directory of a draft whose weights the run begins with
 
     def check(self) -> None:
         """Raises ConfigError for a value out of range, or a budget that is missing or given twice."""

@@ -26,6 +26,7 @@ from tokenspeed.train.options import TrainOptions, draft_config
 from tokenspeed.train.packing import Packer, Shape
 from tokenspeed.train.plot import plot_log
 from tokenspeed.train.stage1 import DraftStage
+from tokenspeed.train.start import read_start, start_draft, start_head
 from tokenspeed.train.target import Target, load_target
 from tokenspeed.train.trainer import Budget, Interrupt, Loop
 from tokenspeed.worker.setup import choose_device
@@ -79,6 +80,7 @@ def train(
             f"positions of {options.model}"
         )
     raw = draft_config(target_config, options)
+    start = None if options.start_from is None else read_start(Path(options.start_from).expanduser(), raw)
     shape = batch_shape(options)
     answers = read_answers(options.data)
     packer = _packer(answers, options, shape)
@@ -90,6 +92,8 @@ def train(
     config = parse_draft(raw, "eagle4", output)
     target = Target(model, shape, config.aux_layers)
     draft = new_draft(config, target, options)
+    if start is not None:
+        start_draft(draft, start)
     log = RunLog(output / LOG, progress)
     finished = True
     with Interrupt() as interrupt:
@@ -99,6 +103,8 @@ def train(
         if options.head_steps or options.head_seconds:
             head_budget = Budget(options.head_steps, options.head_seconds)
             stage = HeadStage(target, draft, options)
+            if start is not None:
+                start_head(stage, start)
             stages.append((stage, head_shape(shape), head_budget, output / HEAD))
         for stage, stage_shape, budget, path in stages:
             loop = Loop(
