@@ -21,6 +21,7 @@ from tokenspeed.train.run import CONFIG, DRAFT, HEAD, read_run
 
 PROVENANCE = "training.json"
 _PARAM = "param."
+_PATHS = ("model", "data", "start_from")  # of the machine that trained, which is nobody's business
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ def export_draft(run_dir: Path, output: Path, dtype: torch.dtype = torch.bfloat1
         "made_by": f"tokenspeed {__version__}",
         "torch": run["torch"],
         "finished": finished,
-        "options": run["options"],
+        "options": {
+            name: Path(value).name if name in _PATHS and value else value
+            for name, value in run["options"].items()
+        },
         "data": run["data"],
         "stages": {name: facts["last"] for name, facts in stages.items()},
     }
