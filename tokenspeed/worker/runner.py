@@ -14,6 +14,8 @@ from tokenspeed.sampling.logprobs import logprobs_of
 from tokenspeed.worker.engine import DRAFT_NAN, TARGET_NAN, Engine, PrefillResult
 from tokenspeed.worker.graph import GraphSet
 
+UNUSABLE = "the model's logits are NaN, or what the request bans leaves no token to choose"
+
 
 @dataclass
 class _Slot:
@@ -90,7 +92,7 @@ class Runner:
             counts[row] = 1
             tokens.append(token)
             if bool(launched.first_failed[i]):
-                failed[row] = "the model's logits are NaN"
+                failed[row] = UNUSABLE
         if launched.counts is not None:
             decoded = launched.counts.tolist()
             rows = launched.tokens.tolist()
@@ -101,7 +103,7 @@ class Runner:
             for i, bits in enumerate(launched.failed.tolist()):
                 num_nan_drafts += bool(bits & DRAFT_NAN)
                 if bits & TARGET_NAN:
-                    failed[launched.num_prefill + i] = "the model's logits are NaN"
+                    failed[launched.num_prefill + i] = UNUSABLE
         now = launched.finished or time.perf_counter()
         # Without the time in which the step before was still running.
         elapsed = int((now - max(launched.started, self._answered)) * 1e6)
