@@ -128,6 +128,7 @@ class Runner:
         for slot in released:
             self._slots.pop(slot, None)
             self.engine.edits.release(slot)
+            self.engine.matchers.release(slot)
         self.state.add_pages(unpack(step.page_slots), unpack(step.page_ids))
         if step.admit:
             self.engine.sampling.set([a.slot for a in step.admit], [a.params for a in step.admit])
@@ -135,6 +136,7 @@ class Runner:
             ids = unpack(admit.input_ids)
             self._slots[admit.slot] = _Slot(torch.tensor(ids), admit.params, len(ids))
             self.engine.edits.admit(admit.slot, ids, admit.num_prompt, admit.params)
+            self.engine.matchers.admit(admit.slot, ids[admit.num_prompt :], admit.params)
             if admit.num_cached:
                 page = self.state.block_table[admit.slot, admit.num_cached // self.page_size - 1]
                 self.engine.resume(admit.slot, page.long())
@@ -192,7 +194,7 @@ class Runner:
         out.decoded = [self._slots[s] for s in slots]
         out.num_most = 1 if shape is None else shape.steps + 1
         wanted = {i: top for i, s in enumerate(out.decoded) if (top := s.params.logprobs) is not None}
-        edited = self.engine.edits.any(slots)
+        edited = self.engine.edits.any(slots) or self.engine.matchers.any(slots)
         if self.graphs is not None and not wanted and not edited and self.graphs.covers(len(slots), shape):
             tokens, counts, failed = self.graphs.replay(slots, shape)
             out.graphed = True
