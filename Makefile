@@ -14,7 +14,7 @@ export TORCH TORCH_CPU_INDEX
 SETUP = $(PYTHON) tools/setup_venv.py
 BIN = .venv/bin
 
-.PHONY: help serve test test-compile test-long test-gpu lint format docs wheel clean
+.PHONY: help serve test test-compile test-long test-gpu references lint format docs wheel clean
 
 help:
 	@sed -n '1,4p' Makefile; grep -E '^[a-z-]+:' Makefile | cut -d: -f1 | tr '\n' ' '; echo
@@ -37,6 +37,10 @@ test-long:
 test-gpu:
 	@$(SETUP) --extra test
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+references:
+	@$(SETUP) --extra test
+	PYTHONPATH=.:tests:tests/engine OMP_NUM_THREADS=1 $(BIN)/python tests/engine/make_references.py
 
 lint:
 	@$(SETUP) --extra test

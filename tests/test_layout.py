@@ -22,7 +22,7 @@ SETS = {
     "draft": "spec.eagle4.config spec.eagle4.formats spec.eagle4.checkpoint",
     "control": "leaves ipc metrics cache hub",
     "plan": "spec.options spec.cost spec.gain spec.calibration spec.choose spec.plan",
-    "compute": "kernels distributed layers attention models sampling spec plan draft",
+    "compute": "kernels distributed layers attention models sampling structured spec plan draft",
 }
 LAYERS = """
     errors versions:
@@ -46,6 +46,7 @@ LAYERS = """
     layers attention:        leaves kernels distributed
     models:                  leaves kernels distributed layers attention
     sampling:                leaves ipc kernels
+    structured:              leaves
     spec:                    leaves hub kernels distributed layers attention models sampling plan draft
     worker:                  control compute
     train:                   control compute tokenizer bench launch worker
@@ -59,6 +60,7 @@ NEEDS_TORCH = {
     "attention",
     "models",
     "sampling",
+    "structured",
     "spec",
     "worker",
     "train",

@@ -11,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 128
 MAX_N = 128
 _SYSTEM = random.SystemRandom()
 INT32_MAX = 2**31 - 1  # counts and top_k live in int32 arrays
@@ -21,7 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one request. Names and meanings are OpenAI's and vLLM's.
 
     Logits are changed in this order: repetition, frequency and presence penalties, logit_bias,
-    allowed_token_ids, min_tokens mask, temperature, top_k, top_p (over what top_k kept, renormalised), min_p.
+    allowed_token_ids, bad words, min_tokens mask, temperature, top_k, top_p (over what top_k kept,
+    renormalised), min_p.
     A temperature under 1e-5 is greedy. `seed` keys a counter-based generator together with the absolute
     position of the token, so equal seeds draw equal numbers with speculation on and off and whatever else is
     in the batch.
@@ -40,6 +42,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None  # None: all; end-of-sequence tokens are not added
+    bad_words: tuple[str, ...] = ()  # their tokens, with and without a space before, never stand in an answer
+    bad_words_token_ids: tuple[
+        tuple[int, ...], ...
+    ] = ()  # the same as ids; the tokenizer adds bad_words here
     stop: tuple[str, ...] | str = ()  # a list is taken too
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -70,6 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words),
+            bad_words_token_ids=tuple(tuple(ids) for ids in self.bad_words_token_ids),
         )
 
     def check(self, vocab_size: int) -> None:
@@ -105,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError("allowed_token_ids must be a list of at least one id", "allowed_token_ids")
             for token in self.allowed_token_ids:
                 check_token("allowed_token_ids", token, vocab_size)
+        self._check_bad_words(vocab_size)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
             raise RequestError("stop must be a string or a list of strings", "stop")
@@ -124,6 +133,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", name)
+
+    def _check_bad_words(self, vocab_size: int) -> None:
+        words = self.bad_words
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+            raise RequestError("bad_words must be a list of strings", "bad_words")
+        if any(not 1 <= len(word) <= MAX_STOP_LENGTH for word in words):
+            raise RequestError(f"each of bad_words must have 1 to {MAX_STOP_LENGTH} characters", "bad_words")
+        sequences = self.bad_words_token_ids
+        if not isinstance(sequences, (list, tuple)) or not all(
+            isinstance(ids, (list, tuple)) and 1 <= len(ids) <= MAX_STOP_LENGTH for ids in sequences
+        ):
+            raise RequestError(
+                f"bad_words_token_ids must be a list of lists of 1 to {MAX_STOP_LENGTH} token ids",
+                "bad_words_token_ids",
+            )
+        for ids in sequences:
+            for token in ids:
+                check_token("bad_words_token_ids", token, vocab_size)
+        for name, values in (("bad_words", words), ("bad_words_token_ids", sequences)):
+            if len(values) > MAX_BAD_WORDS:
+                raise RequestError(f"{name} takes at most {MAX_BAD_WORDS}, not {len(values)}", name)
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:

@@ -33,6 +33,7 @@ from tokenspeed.errors import ConfigError
         ("--enforce-eager", {"enforce_eager": True}),
         ("--enable-metrics", {}),
         ("--speculative-draft-tensor-parallel-size 1", {}),
+        ("--speculative-accept-threshold-single 1 --speculative-accept-threshold-acc=1.0", {}),
         ("-tp 2 -pp 3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}),
         ("-dp 4", {"data_parallel_size": 4}),
         ("--tp-size 2", {"tensor_parallel_size": 2}),
@@ -82,7 +83,15 @@ def test_values(argv, changed):
             "--trust-remote-code",
             "--trust-remote-code is not offered: tokenspeed runs no code from a checkpoint",
         ),
-        ("--speculative-draft-tensor-parallel-size 2", "must be 1, not 2"),
+        ("--speculative-draft-tensor-parallel-size 2", "must be 1, not 2: the draft runs where"),
+        ("--speculative-accept-threshold-single 0.9", "must be 1, not 0.9: acceptance is exact"),
+        ("--speculative-accept-threshold-acc x", "invalid float value: 'x'"),
+        ("--speculative-token-map f.pt", "--speculative-token-map is not offered: a draft brings"),
+        (
+            "--speculative-attention-mode decode",
+            "--speculative-attention-mode is not offered: draft and target",
+        ),
+        ("--speculative-draft-model-revision a", "give the directory of that revision"),
     ],
 )
 def test_mistakes_are_one_line(argv, words):

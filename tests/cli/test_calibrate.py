@@ -2,10 +2,16 @@
 
 import json
 
+import msgspec
 import pytest
+import torch
+from engine.harness import InProcessEngine
 
 from tokenspeed import LLM, SamplingParams
-from tokenspeed.cli import main
+from tokenspeed.cli import calibrate, main
+from tokenspeed.spec.calibration import Calibration, save
+from tokenspeed.worker.calibrate import key_of
+from tokenspeed.worker.setup import _name
 
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-tokens", "2048", "--max-num-seqs", "4")
 
@@ -57,3 +63,43 @@ def test_what_can_not_be_done(models, tmp_path, capsys):
     wide = ["--candidates", "2/64/64", "--num-prompts", "1", "--max-tokens", "8"]
     assert main(["calibrate", *models, *OPTIONS, *wide]) == 2
     assert "asks for 64 tokens a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", [None, "gone/file.json"])
+def test_a_disk_that_can_not_be_written(models, tmp_path, capsys, monkeypatch, output):
+    """Told before anything is measured."""
+    monkeypatch.setattr(calibrate, "measure", lambda *_: pytest.fail("it was measured"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "calibration").write_text("in the way")
+    (tmp_path / "gone").write_text("in the way")
+    where = [] if output is None else ["--output", str(tmp_path / output)]
+    assert main(["calibrate", *models, *OPTIONS, *where]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "can't be written" in line and "TOKENSPEED_CACHE" in line
+
+
+def corrupt(raw: dict) -> str:
+    return json.dumps(raw)[:-20]
+
+
+def of_another_gpu(raw: dict) -> str:
+    return json.dumps({**raw, "key": {**raw["key"], "device": "NVIDIA H100"}})
+
+
+def of_another_version(raw: dict) -> str:
+    return json.dumps({**raw, "key": {**raw["key"], "tokenspeed": "0.0.1"}})
+
+
+@pytest.mark.parametrize("spoil", [None, corrupt, of_another_gpu, of_another_version])
+def test_a_file_that_is_of_no_use_leads_to_a_calibration_at_start(models, caplog, spoil):
+    """The engine starts all the same, and nothing of the file's times is left."""
+    times = [[batch, size, 77.0] for batch in (1, 2, 4) for size in (None, [3, 2, 6])]
+    options = {"draft": models[2], "spec": "eagle4", "max_num_seqs": 4, "kv_cache_tokens": 2048}
+    resolved = InProcessEngine(models[0], **options).resolved
+    key = key_of(resolved, _name(torch.device("cpu")), torch.float32)
+    path = save(key, msgspec.convert({"times": times}, Calibration))
+    if spoil is not None:
+        path.write_text(spoil(json.loads(path.read_text())))
+    found = json.loads(InProcessEngine(models[0], **options).info["calibration"])["times"]
+    assert (found == times) == (spoil is None)
+    assert (str(path) in caplog.text) == (spoil is not None)

@@ -54,6 +54,8 @@ def next_token(
         scores[token] += params.logit_bias.get(token, 0.0)
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             scores[token] = float("-inf")
+        if any([*output, token][-len(bad) :] == list(bad) for bad in params.bad_words_token_ids):
+            scores[token] = float("-inf")
     probs = softmax(np.array(scores) / params.temperature)
     if params.top_k > 0:
         least = sorted(probs, reverse=True)[min(params.top_k, len(probs)) - 1]

@@ -1,10 +1,12 @@
 """Writes data/demo_greedy.json: what transformers says to six prompts with the demo model, greedy and in float32.
 
-    PYTHONPATH=.:tests:tests/engine python tests/engine/make_references.py
+    make references
 
-and, as the guard of test_demo_references.py, the accept length that the packaged draft has with them here.
+and, as the guard of test_demo_references.py, the accept length that the packaged draft has with them on a CPU. Another
+draft in the package wants this command once; nothing else in the tests knows how good the draft is.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tokenspeed.hub.resolve import DEMO_DRAFT, resolve_model
 from tokenspeed.versions import versions
 
 FILE = Path(__file__).parent / "data" / "demo_greedy.json"
+DRAFT_FILES = ("config.json", "model.safetensors")
 SHAPE = "8/4/16"
 NUM_TOKENS, NUM_GUARD_TOKENS = 32, 64
 PROMPTS = (
@@ -26,6 +29,11 @@ PROMPTS = (
     "Name three differences between a violin and a viola.",
     "Translate into French: the library closes at six, but the café stays open.",
 )
+
+
+def digest(draft: Path) -> str:
+    """sha256 of a draft: its config.json and model.safetensors."""
+    return hashlib.sha256(b"".join((draft / name).read_bytes() for name in DRAFT_FILES)).hexdigest()
 
 
 @torch.inference_mode()
@@ -59,10 +67,12 @@ def main() -> None:
     engine = InProcessEngine(path, spec="eagle4", draft=str(DEMO_DRAFT), spec_shape=SHAPE, max_model_len=1024)
     answers = engine.generate([row["prompt_ids"] for row in rows], greedy(NUM_GUARD_TOKENS))
     data = {
-        "command": "PYTHONPATH=.:tests:tests/engine python tests/engine/make_references.py",
+        "command": "make references",
         "model": f"SmolLM2-135M-Instruct, converted from the GGUF with sha256 {SHA256}",
         "versions": versions(),
         "accept_length": {
+            "draft": f"{DEMO_DRAFT.name}, sha256 {digest(DEMO_DRAFT)}",
+            "device": "cpu",
             "shape": SHAPE,
             "tokens": NUM_GUARD_TOKENS,
             "value": round(accept_length(answers), 4),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from harness import InProcessEngine, greedy
-from make_references import FILE, NUM_GUARD_TOKENS, SHAPE, accept_length
+from make_references import FILE, NUM_GUARD_TOKENS, SHAPE, accept_length, digest
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,15 @@ def test_speculation_alone(speculative, prompts, expected):
     assert alone(speculative, prompts, expected) == expected
 
 
+def test_the_accept_length_is_this_drafts(stored, demo_draft_dir):
+    """Or the guard below would compare a draft with another one."""
+    assert digest(demo_draft_dir) in stored["accept_length"]["draft"], "a new draft? run: make references"
+
+
 def test_speculation_in_a_batch_and_its_accept_length(speculative, stored, prompts, expected):
     answers = speculative.generate(prompts, greedy(NUM_GUARD_TOKENS))
     got = [a.token_ids[: len(e)] for a, e in zip(answers, expected, strict=True)]
     assert got == expected
     guard = stored["accept_length"]
-    assert (guard["shape"], guard["tokens"]) == (SHAPE, NUM_GUARD_TOKENS)
+    assert (guard["device"], guard["shape"], guard["tokens"]) == ("cpu", SHAPE, NUM_GUARD_TOKENS)
     assert accept_length(answers) == pytest.approx(guard["value"], rel=0.02)

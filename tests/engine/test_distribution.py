@@ -32,6 +32,14 @@ CASES = {
     "presence": dict(temperature=1.0, presence_penalty=-1.6),
     "logit_bias": dict(temperature=1.0, logit_bias={3: 1.5, 11: -2.0, 5: -100.0}),
     "allowed_token_ids": dict(temperature=1.5, allowed_token_ids=(1, 4, 9, 11, 15), top_k=4),
+    "bad words": dict(
+        temperature=1.5,
+        bad_words_token_ids=(
+            (2,),
+            *((a, b) for a in range(16) for b in range(16) if (3 * a + b) % 4 == 0),
+            *((a, a + 1, (5 * a) % 16) for a in range(15)),
+        ),
+    ),
     "all": dict(
         temperature=0.9,
         top_k=12,
@@ -42,7 +50,13 @@ CASES = {
         logit_bias={2: 1.0, 14: -1.0},
     ),
 }
-IN_MAKE_TEST = {"T 1": 20_000, "top_k top_p min_p": 4_000, "allowed_token_ids": 4_000, "all": 4_000}
+IN_MAKE_TEST = {
+    "T 1": 20_000,
+    "top_k top_p min_p": 4_000,
+    "allowed_token_ids": 4_000,
+    "bad words": 4_000,
+    "all": 4_000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +143,7 @@ def draw_all_positions_alike(monkeypatch):
 
 
 def leave_out_the_path(monkeypatch):
-    """Penalties count what is emitted, but not what stands above a node in its own tree."""
+    """Penalties and bad words know what is emitted, but not what stands above a node in its own tree."""
     apply = engine_module.LogitEdits.apply
 
     def wrong(self, logits, slots, tokens, mask, *rest):
@@ -144,6 +158,7 @@ def leave_out_the_path(monkeypatch):
         (take_the_first_child, "T 1"),
         (draw_all_positions_alike, "T 1"),
         (leave_out_the_path, "frequency below 0"),
+        (leave_out_the_path, "bad words"),
     ],
 )
 def test_a_mistake_is_noticed(monkeypatch, engine, exact, mistake, name):

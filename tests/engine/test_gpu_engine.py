@@ -90,5 +90,41 @@ def test_edits_and_logprobs_take_the_eager_way(make, prompts):
         assert all(abs(p.logprob - q.logprob) < 1e-3 for p, q in zip(x.logprobs, y.logprobs, strict=True))
 
 
+class OddAfterEven:
+    """A matcher: an even token after an odd one and the other way round, an even one first."""
+
+    def __init__(self):
+        self.tokens = [1]
+
+    def accept(self, token: int) -> bool:
+        fits = (token + self.tokens[-1]) % 2 == 1
+        self.tokens += [token] * fits
+        return fits
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[-count:]
+
+    def fill_mask(self, mask: torch.Tensor) -> None:
+        mask.fill_(0x55555555 if self.tokens[-1] % 2 else -0x55555556)  # the even bits, or the odd ones
+
+
+def test_bad_words_and_masks_take_the_eager_way(make, prompts):
+    """With two rounds in flight: what the host knows of a request is a step old."""
+    common = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    (free,) = tokens(make(dtype="float32"), prompts[:1], SamplingParams(**common))
+    bad = (*(tuple(free[i : i + 2]) for i in range(0, 30, 3)), tuple(free[31:34]))
+    params = [
+        SamplingParams(**common, seed=seed, bad_words_token_ids=bad if seed < 3 else ()) for seed in range(5)
+    ]
+    plain, spec = make(dtype="float32"), make("8/4/16", dtype="float32", rounds_in_flight=2)
+    for engine in (plain, spec):
+        engine.runner.engine.matchers.make = lambda p: OddAfterEven() if p.seed in (2, 3) else None
+    expected = tokens(plain, [prompts[0]] * 5, params)
+    assert tokens(spec, [prompts[0]] * 5, params) == expected
+    assert expected[0] == expected[1] != free == expected[4]
+    for answer in expected[2:4]:
+        assert all((a + b) % 2 for a, b in zip([1, *answer], answer, strict=False))
+
+
 def tokens(engine: InProcessEngine, prompts, params) -> list[list[int]]:
     return [answer.token_ids for answer in engine.generate(prompts, params)]

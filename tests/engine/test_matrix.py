@@ -31,6 +31,10 @@ SETS = {  # a negative min_tokens counts from the end
     "presence, frequency": {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.8},
     "repetition": {"temperature": 0.3, "repetition_penalty": 1.6},
     "bias": {"temperature": 1.0, "logit_bias": {7: 6.0, 60: 5.0, 9: -100.0, 100: -100.0}},
+    "bad words": {
+        "temperature": 0.3,
+        "bad_words_token_ids": (*((t,) for t in range(0, 320, 4)), *((t, t) for t in range(40)), (7, 60, 7)),
+    },
     "min_tokens": {"temperature": 1.0, "min_tokens": -3, "stop_token_ids": tuple(range(0, 320, 2))},
     "logprobs": {"temperature": 1.0, "logprobs": 5},
 }

@@ -8,6 +8,8 @@ from harness import InProcessEngine, greedy
 from tiny import make_tiny_draft
 
 from tokenspeed.config import Shape
+from tokenspeed.spec.evaluate import accepted_everywhere
+from tokenspeed.worker.replay import read
 
 SHAPE = Shape(4, 4, 16)
 NUM_TOKENS = 40
@@ -56,6 +58,49 @@ def test_plain_rounds_leave_what_trees_leave(make, kinds):
     got, mixed = run(engine)
     assert got == expected
     torch.testing.assert_close(mixed, rows, rtol=1e-4, atol=1e-4)
+
+
+def trees_of(engine: InProcessEngine, prompt: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The answer's tokens; the root's index and the accepted tokens of each round that had a tree."""
+    inner, seen = engine.runner.engine, []
+    whole_round = inner.round
+
+    def watched(slots, host_slots, shape, max_len):
+        (start,) = (inner.state.lengths[slots] - 1).tolist()
+        result = whole_round(slots, host_slots, shape, max_len)
+        if shape is not None:
+            seen.append((start, int(result.counts[0]) - 1))
+        return result
+
+    inner.round = watched
+    (answer,) = engine.generate([prompt], greedy(NUM_TOKENS, ignore_eos=True))
+    inner.round = whole_round
+    assert answer.finished.num_rounds == len(seen)
+    return answer.token_ids, seen
+
+
+@pytest.mark.parametrize("kinds", ["t", "tp", "ptt", "ppppt", "tttp" + 7 * "p" + 9 * "t"])
+def test_a_tree_accepts_what_it_would_without_plain_rounds_before(make, kinds):
+    """What a tree is worth depends on the text before it alone. That is known for every index from one reading of
+    the text, so no mean has to be compared and no noise allowed: each tree accepts just so many."""
+    engine, reader, every = make(), make().runner.engine, []
+    for number in range(5):
+        prompt = torch.randint(
+            3, 300, (30 + number,), generator=torch.Generator().manual_seed(number)
+        ).tolist()
+        engine.scheduler.plan = Pattern(kinds)
+        tokens, seen = trees_of(engine, prompt)
+        text = torch.tensor(prompt + tokens)
+        with torch.inference_mode():
+            states = read(reader, text)
+            known = accepted_everywhere(
+                reader.drafter, text, states, len(prompt), SHAPE, reader.pool.page_size
+            ).tolist()
+        # The last tree may go on past the text.
+        got = [min(accepted, len(text) - 1 - start) for start, accepted in seen]
+        assert got == [known[start - len(prompt)] for start, _ in seen]
+        every += got
+    assert 0 < sum(every) < SHAPE.steps * len(every)
 
 
 def test_a_crowd_is_served_plainly(make):

@@ -23,6 +23,8 @@ PARAMS = SamplingParams(
     stop=("a", "é"),
     stop_token_ids=(1, 2),
     allowed_token_ids=(1, 2, 3),
+    bad_words=("x",),
+    bad_words_token_ids=((1, 2), (3,)),
 ).resolved()
 LOGPROBS = [m.Logprobs(-0.25, [1, 2], [-0.25, -3.0]), m.Logprobs(float("-inf"))]
 FINISHED = m.Finished("stop", 5, 6, 4, 2, "m", "max_tokens", 400, 3, 9, 2, [2, 1])

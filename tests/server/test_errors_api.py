@@ -71,7 +71,12 @@ BAD_CHAT = [
     ({"allowed_token_ids": 3}, "allowed_token_ids"),
     ({"allowed_token_ids": [3, VOCAB]}, "allowed_token_ids"),
     ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
-    ({"bad_words": ["a"]}, "bad_words"),  # not offered, so not ignored
+    ({"bad_words": "a"}, "bad_words"),
+    ({"bad_words": ["a", ""]}, "bad_words"),
+    ({"bad_words": ["a" * 257]}, "bad_words"),
+    ({"bad_words": [3]}, "bad_words"),
+    ({"bad_words": ["a"] * 129}, "bad_words"),
+    ({"bad_words_token_ids": [[3]]}, "bad_words_token_ids"),  # not offered here, so not ignored
     ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"1000000000": 1}}, "logit_bias"),

@@ -39,6 +39,7 @@ fields = {
     "prompt": st.one_of(st.text(max_size=30), st.lists(st.text(max_size=9), max_size=4), ids, json_values),
     "tokens": st.one_of(ids, json_values),
     "stop": st.one_of(st.text(max_size=5), st.lists(st.text(max_size=5), max_size=4), json_values),
+    "bad_words": st.one_of(st.lists(st.text(max_size=5), max_size=4), json_values),
     "stop_token_ids": st.one_of(ids, json_values),
     "allowed_token_ids": st.one_of(ids, json_values),
     "logit_bias": st.one_of(st.dictionaries(st.integers(-2, 300).map(str), numbers, max_size=4), json_values),

@@ -192,11 +192,12 @@ def test_defaults_and_nulls():
             assert chat.max_tokens is None and completion.max_tokens == 16
             assert chat.temperature == 1.0 and chat.seed is not None
             ask = dict(max_completion_tokens=5, logit_bias={"7": 1}, stop=["a", "b"], user="me")
-            ask["allowed_token_ids"] = [3, 7]
+            ask |= dict(allowed_token_ids=[3, 7], bad_words=["c", "d e"])
             await w.chat("x", temperature=0, **ask)
             last = w.ring.requests[-1]
             assert last.params.max_tokens == 5 and last.params.logit_bias == {7: 1}
             assert chat.allowed_token_ids is None and last.params.allowed_token_ids == (3, 7)
+            assert chat.bad_words == () and last.params.bad_words == ("c", "d e")
             assert last.max_tokens_field == "max_completion_tokens" and tuple(last.params.stop) == ("a", "b")
 
     run(go())

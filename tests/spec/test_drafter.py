@@ -133,10 +133,11 @@ def test_the_packaged_draft(tmp_path):
     )  # fmt: skip
     target = make_target(5, model)
     config = check_draft(PACKAGED, "eagle4", model, tmp_path)
-    assert (config.aux_layers, config.window, config.rank) == ((4, 18, 28), 512, 96)
+    raw = json.loads((PACKAGED / "config.json").read_text())
+    assert list(config.aux_layers) == raw["eagle_aux_hidden_state_layer_ids"]
+    assert (config.window, config.rank) == (raw["sliding_window"], raw["candidate_head"]["rank"])
     drafter = load_drafter(PACKAGED, config, target, TreeAttention, CONTEXT)
     drafter.bind(KvPool(1, 40, PAGE, 3, 64, torch.float32))
-    raw = json.loads((PACKAGED / "config.json").read_text())
     dense = DenseDraft(raw, load_file(PACKAGED / "model.safetensors"), target)
     requests = Requests(drafter, [9, 17], 49152)
     requests.append_all()

@@ -159,6 +159,16 @@ def test_the_longest_prompt_that_fits_and_no_limit():
     assert bench.end(4).finished.param == "min_tokens"
 
 
+def test_bad_words_become_ids():
+    bench = Bench()
+    bench.start(bad_words=("ab", " c"), bad_words_token_ids=((1, 2),))
+    params = bench.scheduler[0].params
+    assert params.bad_words == ()
+    assert set(params.bad_words_token_ids) == {(1, 2), tuple(b"ab"), tuple(b" ab"), tuple(b" c")}
+    bench.start(rid=2, bad_words=("\ud800",))
+    assert bench.end(2).finished.param == "bad_words" and len(bench.scheduler) == 1
+
+
 def test_one_bad_prompt_among_many():
     bench = Bench()
     bench.handle(*[Tokenize(i, SamplingParams(), text="x" * (200 if i == 3 else i + 1)) for i in range(6)])

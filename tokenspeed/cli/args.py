@@ -22,9 +22,18 @@ _SWITCHES = {  # spellings of other engines -> (field, value); None: already so
 _REFUSED = {
     "--mem-fraction-static": "counts weights and KV only in SGLang; use --gpu-memory-utilization, the share "
     "of the GPU's memory that the whole engine may take",
+    "--speculative-token-map": "is not offered: a draft brings its reduced vocabulary itself (d2t)",
+    "--speculative-draft-model-revision": "is not offered: give the directory of that revision with --draft",
+    "--speculative-draft-model-quantization": "is not offered: a draft is run as it is stored",
+    "--speculative-attention-mode": "is not offered: draft and target use the engine's one attention",
+    "--speculative-draft-attention-backend": "is not offered: draft and target use the engine's one attention",
     "--trust-remote-code": "is not offered: tokenspeed runs no code from a checkpoint",
 }
-_ONLY_ONE = ("--speculative-draft-tensor-parallel-size",)
+_ONE_VALUE = {  # spellings of other engines that may say what is so anyway -> (that value, why no other)
+    "--speculative-draft-tensor-parallel-size": (1.0, "the draft runs where the target does"),
+    "--speculative-accept-threshold-single": (1.0, "acceptance is exact and can't be relaxed"),
+    "--speculative-accept-threshold-acc": (1.0, "acceptance is exact and can't be relaxed"),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,8 +85,8 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         )
     for flag, reason in _REFUSED.items():
         parser.add_argument(flag, action=_Refuse, const=reason, nargs="?", **_HIDDEN)
-    for flag in _ONLY_ONE:
-        parser.add_argument(flag, action=_OnlyOne, **_HIDDEN)
+    for flag, only in _ONE_VALUE.items():
+        parser.add_argument(flag, action=_OneValue, const=only, type=float, **_HIDDEN)
 
 
 def make_config(args: argparse.Namespace) -> Config:
@@ -124,10 +133,11 @@ class _Refuse(argparse.Action):
         raise ConfigError(f"{option_string} {self.const}")
 
 
-class _OnlyOne(argparse.Action):
+class _OneValue(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if values != "1":
-            raise ConfigError(f"{option_string} must be 1, not {values}")
+        only, reason = self.const
+        if values != only:
+            raise ConfigError(f"{option_string} must be {only:g}, not {values:g}: {reason}")
 
 
 class _Extend(argparse.Action):

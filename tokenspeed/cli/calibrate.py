@@ -10,7 +10,7 @@ from tokenspeed.cli.args import Parser, add_config, make_config, positive, posit
 from tokenspeed.config import Config, Shape
 from tokenspeed.errors import ConfigError
 from tokenspeed.progress import Bars
-from tokenspeed.spec.calibration import Calibration, save
+from tokenspeed.spec.calibration import Calibration, check_place, save
 from tokenspeed.spec.choose import acceptance, choose, expected_speed
 from tokenspeed.spec.options import CPU_SHAPES, default_shapes, parse_shape
 
@@ -33,11 +33,12 @@ def run(argv: Sequence[str]) -> int:
         from tokenspeed.bench.report import check_plot
 
         check_plot(args.plot)
+    check_place(args.output)
     require_torch()
     measured, key = measure(config, args)
     kept = choose(measured, CONTEXT)
-    path = save(key, kept, args.output)
     print(table(measured, kept))
+    path = save(key, kept, args.output)
     print(f"kept in {path}; `tokenspeed serve` with the same model, draft and options uses it")
     if args.plot is not None:
         plot(args.plot, measured, f"{config.model} on {key['device']}")

@@ -1,4 +1,4 @@
-"""Changes to logits that a request asks for: penalties, logit_bias, allowed tokens, min_tokens.
+"""Changes to logits that a request asks for: penalties, logit_bias, allowed tokens, bad words, min_tokens.
 
 Exact at every tree node.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed.params import SamplingParams
+from tokenspeed.sampling.bad_words import BadWords
 
 
 @dataclass
@@ -19,6 +20,7 @@ class _Edit:
     prompt_seen: Tensor | None  # bool [V] tokens of the prompt
     counts: Tensor | None  # float32 [V] how often each token was generated
     bias: Tensor | None  # float32 [V]; -inf for tokens that are not allowed
+    bad_words: BadWords | None
     stop_ids: Tensor | None  # int64, masked while fewer than min_tokens are generated
     min_length: int  # absolute length from which on stop ids may come
 
@@ -37,8 +39,9 @@ class LogitEdits:
             params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
         )
         waits = params.min_tokens > 0 and bool(stop_ids)
-        allowed = params.allowed_token_ids
-        if not (params.penalised or params.logit_bias or waits or allowed is not None):
+        allowed, banned = params.allowed_token_ids, params.bad_words_token_ids
+        assert not params.bad_words, "words go through the tokenizer first"
+        if not (params.penalised or params.logit_bias or waits or allowed is not None or banned):
             return
         seen = counts = bias = None
         if params.penalised:
@@ -56,7 +59,9 @@ class LogitEdits:
             others[torch.tensor(allowed, device=self.device)] = False
             bias[others] = float("-inf")
         stops = torch.tensor(sorted(set(stop_ids)), device=self.device) if waits else None
-        self._edits[slot] = _Edit(params, seen, counts, bias, stops, num_prompt + params.min_tokens)
+        bad_words = BadWords(banned, tokens[num_prompt:], self.device) if banned else None
+        least = num_prompt + params.min_tokens
+        self._edits[slot] = _Edit(params, seen, counts, bias, bad_words, stops, least)
 
     def release(self, slot: int) -> None:
         self._edits.pop(slot, None)
@@ -86,10 +91,13 @@ class LogitEdits:
     def count(self, slots: list[int], tokens: Tensor, counts: Tensor) -> None:
         """Counts emitted tokens. tokens: int64 [B, n]; the first counts[b] of a row are valid (int64 [B])."""
         for row, slot in enumerate(slots):
-            edit = self._edits.get(slot)
-            if edit is not None and edit.counts is not None:
+            if (edit := self._edits.get(slot)) is None:
+                continue
+            if edit.counts is not None:
                 valid = torch.arange(tokens.shape[1], device=self.device) < counts[row]
                 edit.counts.index_add_(0, tokens[row].clamp(min=0), valid.float())
+            if edit.bad_words is not None:
+                edit.bad_words.extend(tokens[row], counts[row])
 
 
 def _edit(edit: _Edit, logits: Tensor, tokens: Tensor, mask: Tensor, positions: Tensor) -> None:
@@ -110,6 +118,8 @@ def _edit(edit: _Edit, logits: Tensor, tokens: Tensor, mask: Tensor, positions: 
         logits.sub_(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
     if edit.bias is not None:
         logits.add_(edit.bias)
+    if edit.bad_words is not None:
+        edit.bad_words.ban(logits, tokens, mask)
     if edit.stop_ids is not None:
         early = (positions < edit.min_length)[:, None]
         logits[:, edit.stop_ids] = torch.where(early, float("-inf"), logits[:, edit.stop_ids])

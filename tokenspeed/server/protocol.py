@@ -53,6 +53,7 @@ Prompt = Annotated[
 ]
 Ids = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema(_IDS)]
 Stop = Annotated[Any, PlainValidator(_later), WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS]})]
+Words = Annotated[Any, PlainValidator(_later), WithJsonSchema(_TEXTS)]
 TokenIds = Annotated[Any, PlainValidator(_later), WithJsonSchema(_IDS)]
 _BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 LogitBias = Annotated[Any, PlainValidator(_later), WithJsonSchema(_BIAS_SCHEMA)]
@@ -107,6 +108,7 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
+    bad_words: Words | None = None
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
@@ -143,8 +145,8 @@ class Sampling(Body):
 
 _PLAIN = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "allowed_token_ids", "stop", "stop_token_ids", "ignore_eos",
-    "skip_special_tokens", "include_stop_str_in_output",
+    "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
+    "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,17 @@ def path_of(key: dict[str, Any]) -> Path:
     return cache_root() / "calibration" / f"{digest}.json"
 
 
+def check_place(path: Path | None = None) -> None:
+    """Raises ConfigError where `save` could write no file: before the minutes that its contents take."""
+    folder = cache_root() / "calibration" if path is None else path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
 def save(key: dict[str, Any], calibration: Calibration, path: Path | None = None) -> Path:
     """Writes the file, whole or not at all. Raises ConfigError where that can't be."""
     path = path or path_of(key)
@@ -76,8 +88,12 @@ def save(key: dict[str, Any], calibration: Calibration, path: Path | None = None
         temporary.write_text(json.dumps(text, indent=1) + "\n")
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"{path} can't be written: {error.strerror}; set TOKENSPEED_CACHE") from None
+        raise _unwritable(path, error) from None
     return path
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} can't be written: {error.strerror}; set TOKENSPEED_CACHE")
 
 
 def load(key: dict[str, Any], path: Path | None = None) -> Calibration | None:

@@ -32,6 +32,26 @@ _CONFIG_KEYS = (
     "draft_tensor_parallel_size",
     "disable_by_batch_size",
 )
+_EXACT = "what is accepted has the target's own distribution; nothing can be relaxed"
+_REFUSED_KEYS: dict[
+    str, tuple[tuple[Any, ...], str]
+] = {  # vLLM's others -> (values that ask for nothing, why not)
+    "acceptance_method": (("rejection_sampler",), _EXACT),
+    "rejection_sample_method": (("strict",), _EXACT),
+    "posterior_threshold": ((), _EXACT),
+    "posterior_alpha": ((), _EXACT),
+    "disable_logprobs": ((False,), "log-probabilities are those of plain decoding, with every tree"),
+    "speculative_token_tree": ((), "trees follow the draft's scores; give --spec-shape S/K/N"),
+    "parallel_drafting": ((False,), "drafts are made step by step"),
+    "prompt_lookup_max": ((), "it belongs to the method ngram, which is not offered"),
+    "prompt_lookup_min": ((), "it belongs to the method ngram, which is not offered"),
+    "quantization": ((), "a draft is run as it is stored"),
+    "max_model_len": ((), "a draft reaches as far as its target"),
+    "revision": ((), "give the directory of that revision as model"),
+    "code_revision": ((), "no code of a checkpoint is run"),
+    "enforce_eager": ((False,), "draft and target are captured together; give --enforce-eager for both"),
+    "disable_padded_drafter_batch": ((False,), "captured rounds are padded, draft and target alike"),
+}
 
 
 def default_shapes(device: str) -> tuple[Shape, ...]:
@@ -168,7 +188,11 @@ def _vllm_object(text: str | dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{name} must be a JSON object, not {text!r}")
-    if unknown := [key for key in given if key not in _CONFIG_KEYS]:
+    for key in given.keys() & _REFUSED_KEYS.keys():
+        nothing, reason = _REFUSED_KEYS[key]
+        if given[key] is not None and given[key] not in nothing:
+            raise ConfigError(f"{name}: key {key!r} is not supported: {reason}")
+    if unknown := [key for key in given if key not in _CONFIG_KEYS and key not in _REFUSED_KEYS]:
         raise ConfigError(f"{name}: key {unknown[0]!r} is not supported; keys: {', '.join(_CONFIG_KEYS)}")
     return given
 

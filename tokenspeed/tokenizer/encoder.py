@@ -65,6 +65,11 @@ class Encoder:
         batch = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in batch]
 
+    def encode_word(self, word: str) -> list[tuple[int, ...]]:
+        """The token ids of a word at the start of a text and after a space: one or two sequences, or none."""
+        both = (word, " " + word.lstrip())
+        return sorted({tuple(ids) for ids in self.encode(both, add_special_tokens=False) if ids})
+
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`, without encoding it."""
         return len(text) // self._max_chars_per_token if self._max_chars_per_token else 0

@@ -179,7 +179,7 @@ class TokenizerLoop:
 
     def _fit(self, message: Tokenize, ids: list[int], param: str) -> SamplingParams:
         """The parameters with max_tokens set. Raises RequestError if prompt or answer can't fit."""
-        n, limit, params = len(ids), self._max_model_len, message.params
+        n, limit, params = len(ids), self._max_model_len, self._with_word_ids(message.params)
         if n == 0:
             raise RequestError(f"{param} must hold at least one token", param)
         if n + 1 > limit:
@@ -201,6 +201,18 @@ class TokenizerLoop:
                 code="context_length_exceeded",
             )
         return params
+
+    def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with bad_words as token ids, which is how the worker takes them. Raises RequestError."""
+        if not params.bad_words:
+            return params
+        sequences = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            check_text(word, "bad_words")
+            if not (found := self._encoder.encode_word(word)):
+                raise RequestError(f"bad_words: {word!r} has no tokens", "bad_words")
+            sequences += found
+        return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=tuple(sequences))
 
     def _too_long(self, count: str, param: str) -> RequestError:
         return RequestError(

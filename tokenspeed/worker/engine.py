@@ -19,6 +19,7 @@ from tokenspeed.models.decoder import Decoder
 from tokenspeed.sampling.edits import LogitEdits
 from tokenspeed.spec.base import Drafter, DraftTree, Frontier
 from tokenspeed.spec.verify import accept
+from tokenspeed.structured.matchers import Asked, Matchers
 from tokenspeed.worker.state import SamplingState, SlotState
 
 # Of RoundResult.failed. A row of the target's fails its request; a draft's only costs acceptance.
@@ -58,9 +59,10 @@ class Engine:
         state: SlotState,
         sampling: SamplingState,
         edits: LogitEdits,
+        matchers: Matchers,
     ):
         self.model, self.drafter, self.pool, self.backend = model, drafter, pool, backend
-        self.state, self.sampling, self.edits = state, sampling, edits
+        self.state, self.sampling, self.edits, self.matchers = state, sampling, edits, matchers
         self.aux_layers = () if drafter is None else drafter.aux_layers
         pages = pool.num_pages
         # Aux states of each page's last token, so that the first draft row after a prefix hit can be made.
@@ -71,10 +73,12 @@ class Engine:
     def round(
         self, slots: Tensor, host_slots: list[int], shape: Shape | None, max_len: int | None
     ) -> RoundResult:
-        """One decode round.
+        """One decode round, in three segments: draft; forward; sample and extend.
+
+        Between the last two the host fills a mask for each node of a request with a matcher.
 
         Args:
-            slots: int64 [B]. host_slots: the same, for rows with logit edits; empty under capture.
+            slots: int64 [B]. host_slots: the same, for rows with logit edits or a matcher; empty under capture.
             shape: the tree, or None for a plain round. max_len: host bound on the rows' lengths.
         """
         state = self.state
@@ -87,6 +91,7 @@ class Engine:
             tree = self.drafter.propose(
                 Frontier(last_tokens, state.aux[slots], last_index, table, max_len), shape
             )
+        asked = self.matchers.ask(host_slots, tree.tokens, tree.parents)
         num_nodes = tree.tokens.shape[1]
         nodes = torch.arange(num_nodes, device=slots.device)
         indices = last_index[:, None] + nodes
@@ -107,7 +112,7 @@ class Engine:
             tree.tokens.flatten(), rows.positions, self.backend.tree(self.pool, rows), self.aux_layers
         )
         logits = self.model.logits(hidden).view(len(slots), num_nodes, -1)
-        sampled, failed = self._sample(logits, slots, host_slots, tree, positions + 1)
+        sampled, failed = self._sample(logits, slots, host_slots, tree, positions + 1, asked)
         kept = accept(tree, sampled, None if shape is None else shape.steps)
         width = kept.path.shape[1]
         steps = torch.arange(width, device=slots.device)
@@ -126,6 +131,7 @@ class Engine:
             failed = failed | tree.nan * DRAFT_NAN
         if host_slots:
             self.edits.count(host_slots, kept.tokens, kept.count)
+            self.matchers.count(host_slots, kept.tokens, kept.count)
         return RoundResult(kept.tokens, kept.count, failed, logits, kept.path)
 
     def _append_kept(
@@ -179,7 +185,10 @@ class Engine:
             return PrefillResult(ends, ends.bool(), logits, hidden)
         positions = rows.positions[end_rows] + 1
         tree = _root(state.last_tokens[end_slots])
-        sampled, failed = self._sample(logits[:, None], end_slots, host_slots, tree, positions[:, None])
+        asked = self.matchers.ask(host_slots, tree.tokens, tree.parents)
+        sampled, failed = self._sample(
+            logits[:, None], end_slots, host_slots, tree, positions[:, None], asked
+        )
         sampled = sampled[:, 0]
         state.last_tokens[end_slots] = sampled
         state.lengths[end_slots] = positions + 1
@@ -187,6 +196,7 @@ class Engine:
             places = state.kv_slots(state.block_table[end_slots], positions[:, None])[:, 0]
             self.drafter.append(sampled, aux[end_rows], positions, places)
         self.edits.count(host_slots, sampled[:, None], torch.ones_like(sampled))
+        self.matchers.count(host_slots, sampled[:, None], torch.ones_like(sampled))
         return PrefillResult(sampled, failed[:, 0], logits, hidden)
 
     def _append_prompt(
@@ -210,12 +220,21 @@ class Engine:
     # ---- sampling
 
     def _sample(
-        self, logits: Tensor, slots: Tensor, host_slots: list[int], tree: DraftTree, positions: Tensor
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        host_slots: list[int],
+        tree: DraftTree,
+        positions: Tensor,
+        asked: Asked | None,
     ) -> tuple[Tensor, Tensor]:
         """logits [B, N, V] -> tokens int64 [B, N] (0 where nothing can be drawn), failed bool [B, N]."""
         batch, num_nodes, vocab = logits.shape
         failed = logits.amax(-1).isnan()
         edited = self.edits.apply(logits, host_slots, tree.tokens, tree.mask, positions)
+        if asked is not None:
+            edited = logits.clone() if edited is logits else edited
+            self.matchers.apply(asked, edited)
         params = self.sampling
 
         def per_node(values: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from tokenspeed.sampling.logprobs import logprobs_of
 from tokenspeed.worker.engine import DRAFT_NAN, TARGET_NAN, Engine, PrefillResult
 from tokenspeed.worker.graph import GraphSet
 
+UNUSABLE = "the model's logits are NaN, or what the request bans leaves no token to choose"
+
 
 @dataclass
 class _Slot:
@@ -90,7 +92,7 @@ class Runner:
             counts[row] = 1
             tokens.append(token)
             if bool(launched.first_failed[i]):
-                failed[row] = "the model's logits are NaN"
+                failed[row] = UNUSABLE
         if launched.counts is not None:
             decoded = launched.counts.tolist()
             rows = launched.tokens.tolist()
@@ -101,7 +103,7 @@ class Runner:
             for i, bits in enumerate(launched.failed.tolist()):
                 num_nan_drafts += bool(bits & DRAFT_NAN)
                 if bits & TARGET_NAN:
-                    failed[launched.num_prefill + i] = "the model's logits are NaN"
+                    failed[launched.num_prefill + i] = UNUSABLE
         now = launched.finished or time.perf_counter()
         # Without the time in which the step before was still running.
         elapsed = int((now - max(launched.started, self._answered)) * 1e6)
@@ -126,6 +128,7 @@ class Runner:
         for slot in released:
             self._slots.pop(slot, None)
             self.engine.edits.release(slot)
+            self.engine.matchers.release(slot)
         self.state.add_pages(unpack(step.page_slots), unpack(step.page_ids))
         if step.admit:
             self.engine.sampling.set([a.slot for a in step.admit], [a.params for a in step.admit])
@@ -133,6 +136,7 @@ class Runner:
             ids = unpack(admit.input_ids)
             self._slots[admit.slot] = _Slot(torch.tensor(ids), admit.params, len(ids))
             self.engine.edits.admit(admit.slot, ids, admit.num_prompt, admit.params)
+            self.engine.matchers.admit(admit.slot, ids[admit.num_prompt :], admit.params)
             if admit.num_cached:
                 page = self.state.block_table[admit.slot, admit.num_cached // self.page_size - 1]
                 self.engine.resume(admit.slot, page.long())
@@ -190,7 +194,7 @@ class Runner:
         out.decoded = [self._slots[s] for s in slots]
         out.num_most = 1 if shape is None else shape.steps + 1
         wanted = {i: top for i, s in enumerate(out.decoded) if (top := s.params.logprobs) is not None}
-        edited = self.engine.edits.any(slots)
+        edited = self.engine.edits.any(slots) or self.engine.matchers.any(slots)
         if self.graphs is not None and not wanted and not edited and self.graphs.covers(len(slots), shape):
             tokens, counts, failed = self.graphs.replay(slots, shape)
             out.graphed = True

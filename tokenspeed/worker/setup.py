@@ -21,6 +21,7 @@ from tokenspeed.sampling.edits import LogitEdits
 from tokenspeed.spec.calibration import encode, load
 from tokenspeed.spec.eagle4.config import check_draft
 from tokenspeed.spec.eagle4.load import load_drafter
+from tokenspeed.structured.matchers import Matchers
 from tokenspeed.worker.calibrate import CPU_BATCHES, Ladder, calibrate, key_of, ladder_for
 from tokenspeed.worker.engine import Engine
 from tokenspeed.worker.graph import BUCKETS, GraphSet
@@ -150,6 +151,7 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         state,
         SamplingState(max_num_seqs, device),
         LogitEdits(resolved.model.vocab_size, resolved.eos_token_ids, device),
+        Matchers(resolved.model.vocab_size, device, lambda params: None),
     )
     graphs = GraphSet(engine, ladder) if captured else None
     if graphs:
