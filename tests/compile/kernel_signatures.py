@@ -78,8 +78,8 @@ def _few_rows() -> Iterator[Build]:
             constants |= dict(BLOCK_N=tile.rows, BLOCK_K=tile.depth, BLOCK_T=block_t)
             dtypes = _HALVES if gated and block_t == 8 else _HALVES[:1]
             yield Build(constants, dtypes, tile.warps, tile.stages(block_t), types)
-    small = dict(GATED=False, EVEN=False, PDL=False, AHEAD=0, BLOCK_N=16, BLOCK_K=128, BLOCK_T=8)
-    yield Build(small, ("fp32",), num_stages=2)
+    small = dict(GATED=False, EVEN=False, PDL=False, AHEAD=0, BLOCK_N=64, BLOCK_K=32, BLOCK_T=8)
+    yield Build(small, ("fp32",), num_stages=7)
 
 
 BUILDS: dict[str, list[Build]] = {

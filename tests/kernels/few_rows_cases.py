@@ -31,7 +31,10 @@ def case_linear_sums(fn: Callable, m) -> None:
         x, weight = m.normal(rows, size), m.normal(num_out, size) / size**0.5
         got = fn(x, weight)
         assert got.dtype == torch.float32 and got.shape[1:] == (rows, num_out) and got.is_contiguous()
-        close(got.sum(0), x.double() @ weight.double().T)
+        tolerance = 2e-5 if m.dtype == torch.float32 else 1e-3  # tensor cores cut off what they add
+        torch.testing.assert_close(
+            got.double().sum(0), x.double() @ weight.double().T, atol=tolerance, rtol=tolerance
+        )
         alone = fn(x[:1], weight)
         assert len(alone) == len(got)
         assert torch.equal(fn(x, weight), got)  # no order of addition that changes

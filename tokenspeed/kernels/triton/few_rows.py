@@ -40,6 +40,10 @@ class Tile(NamedTuple):
     split: int = 1
     ahead: int = 256
 
+    def of(self, dtype: torch.dtype) -> "Tile":
+        """The same for a dtype: float32 has no MMA, so less is unrolled, and it takes two times the bytes."""
+        return self._replace(depth=32) if dtype == torch.float32 else self
+
     def stages(self, block_t: int) -> int:
         """num_stages for x of block_t rows: an MMA from registers has one buffer less than that, a wgmma as many."""
         piece = (self.rows + block_t) * self.depth * 2
@@ -120,14 +124,14 @@ def linear_rows(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool =
     """See `tokenspeed.kernels.linear_rows`."""
     rows, num_out = x.shape[0], weight.shape[0]
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, tile or whole_tile(num_out), False, pdl)
+    _launch(x, weight, out, (tile or whole_tile(num_out)).of(x.dtype), False, pdl)
     return out
 
 
 def linear_sums(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool = False) -> Tensor:
     """See `tokenspeed.kernels.linear_sums`."""
     rows, (num_out, size) = x.shape[0], weight.shape
-    tile = tile or sums_tile(num_out, size)
+    tile = (tile or sums_tile(num_out, size)).of(x.dtype)
     splits = triton.cdiv(size, _span(size, tile))
     out = torch.empty((splits, rows, num_out), dtype=torch.float32, device=x.device)
     _launch(x, weight, out, tile, False, pdl)
@@ -138,7 +142,7 @@ def gate_up_silu(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool 
     """See `tokenspeed.kernels.gate_up_silu`."""
     rows, num_out = x.shape[0], weight.shape[0] // 2
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, tile or gated_tile(num_out), True, pdl)
+    _launch(x, weight, out, (tile or gated_tile(num_out)).of(x.dtype), True, pdl)
     return out
 
 
