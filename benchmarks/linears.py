@@ -219,6 +219,8 @@ class Bench:
             got = self._time_chain(count, f"ours, PDL, {ahead} ahead", ahead_tiles, True)
             if not torch.equal(got, want):
                 self._say(f"{count} rows, {ahead} ahead: PDL changes the result of a chain")
+        lines = {name: tile._replace(lines=True) for name, tile in tiles.items()}
+        self._time_chain(count, "ours, PDL, ahead by lines", lines, True)
         thin = {name: tile._replace(buffers=min(tile.buffers, 3)) for name, tile in tiles.items()}
         self._time_chain(count, "ours, PDL, room for the next kernel", thin, True)
         fused = {name: tile for name, tile in tiles.items() if name != "qkv"}

@@ -30,7 +30,8 @@ class Tile(NamedTuple):
     Args:
         rows: weight rows of a program (gate's and up's together). depth: of K at a time. buffers: such pieces in
             shared memory, fewer where x is wide. split: programs that share K. ahead: of K, prefetched before PDL's
-            wait.
+            wait, 0 or a power of two from 64. lines: by cache line, in place of a bulk request a thread, which the
+            hardware takes one lane at a time.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Tile(NamedTuple):
     warps: int = 4
     split: int = 1
     ahead: int = 256
+    lines: bool = False
 
     def of(self, dtype: torch.dtype) -> "Tile":
         """The same for a dtype: float32 has no MMA, so less is unrolled, and it takes two times the bytes."""
@@ -51,16 +53,28 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def prefetch(pointers, SIZE: tl.constexpr):
-    """Asks for SIZE bytes at each pointer to come into L2; SIZE and the pointers are multiples of 16."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers.to(tl.int64), SIZE],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def prefetch(at, AHEAD: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Asks for AHEAD values of each of BLOCK_N rows at[:, 0], of two bytes and aligned to 16, to come into L2."""
+    if LINES:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(at + tl.arange(0, AHEAD // 64)[None, :] * 64).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        PARTS: tl.constexpr = 1 if BLOCK_N >= 128 else 128 // BLOCK_N  # a request for each of 128 threads
+        SIZE: tl.constexpr = AHEAD // PARTS
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [(at + tl.arange(0, PARTS)[None, :] * SIZE).to(tl.int64), SIZE * 2],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -78,6 +92,7 @@ def few_rows_kernel(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
+    LINES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -93,10 +108,7 @@ def few_rows_kernel(
     w_at = weight + row.to(tl.int64)[:, None] * stride_w
     if PDL:
         if AHEAD:
-            PARTS: tl.constexpr = 1 if BLOCK_N >= 128 else 128 // BLOCK_N  # a request for each of 128 threads
-            SIZE: tl.constexpr = AHEAD // PARTS
-            part = tl.arange(0, PARTS) * SIZE
-            prefetch(w_at + first + part[None, :], SIZE * weight.dtype.element_ty.primitive_bitwidth // 8)
+            prefetch(w_at + first, AHEAD, LINES, BLOCK_N)
         gdc_wait()
         gdc_launch_dependents()
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -197,7 +209,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool, pdl
     splits = triton.cdiv(size, span)
     ahead = tile.ahead
     last = size - (splits - 1) * span
-    if ahead > last or weight.data_ptr() % 16 or weight.stride(0) * weight.itemsize % 16:
+    if ahead > last or weight.itemsize != 2 or weight.data_ptr() % 16 or weight.stride(0) % 8:
         ahead = 0
     few_rows_kernel[
         triton.cdiv(num_out, tile.rows // 2 if gated else tile.rows), splits, triton.cdiv(rows, block_t)
@@ -215,6 +227,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool, pdl
         EVEN=size % tile.depth == 0,
         PDL=pdl,
         AHEAD=ahead if pdl else 0,
+        LINES=tile.lines,
         BLOCK_N=tile.rows,
         BLOCK_K=tile.depth,
         BLOCK_T=block_t,
