@@ -4,6 +4,8 @@
 gate_up_silu=triton_pdl (on up to MOST_ROWS rows) or gate_up_silu=torch (off).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,7 +36,7 @@ def most_rows(op: str, place: Placement, bias: bool) -> int:
     return WINS.get(torch.cuda.get_device_capability(place.device), {}).get(op, 0)
 
 
-def linear(place: Placement, bias: bool):
+def linear(place: Placement, bias: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """A `Linear`'s product: kernels.linear_rows for few rows where it wins, else F.linear."""
     most = most_rows("linear_rows", place, bias)
 
