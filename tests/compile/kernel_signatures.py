@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from triton.runtime import JITFunction
 
 from tokenspeed.kernels import triton as package
+from tokenspeed.kernels.triton.few_rows import gated_tile, sums_tile, whole_tile
 
 _TYPE_NAMES = {
     "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table",
@@ -16,7 +17,8 @@ _TYPE_NAMES = {
     "scratch lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
     "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
-    "logprobs lane_scores all_scores next_scores",
+    "logprobs lane_scores all_scores next_scores "
+    "partials",
     "fp32": "eps scale",
 }
 _TYPES = {name: kind for kind, names in _TYPE_NAMES.items() for name in names.split()}
@@ -32,6 +34,11 @@ class Build:
     num_warps: int = 4
     num_stages: int = 2
     types: tuple[tuple[str, str], ...] = ()  # argument types that differ from the common ones
+
+    @property
+    def pdl(self) -> bool:
+        """Launched early, which only NVIDIA's GPUs can."""
+        return self.constants.get("PDL", False)
 
     def signature(self, kernel: JITFunction, dtype: str) -> dict[str, str]:
         types = _TYPES | dict(self.types)
@@ -58,6 +65,23 @@ def _trees() -> Iterator[Build]:
     yield Build(_attention(DIM=80, WINDOWED=False, SPLIT=True, BLOCK_R=64, BLOCK_S=64))
 
 
+def _few_rows() -> Iterator[Build]:
+    """Tiles of the 8B shape by rows of x, with K that ends inside a tile too, and float32."""
+    for block_t, pdl in itertools.product((8, 16, 64), (False, True)):
+        for gated, tile, types in (
+            (True, gated_tile(14336), ()),
+            (False, sums_tile(4096, 14336), (("out", "*fp32"),)),
+            (False, whole_tile(6144), ()),
+        ):
+            even = pdl or block_t != 16
+            constants = dict(GATED=gated, EVEN=even, PDL=pdl, AHEAD=tile.ahead if pdl else 0, LINES=False)
+            constants |= dict(BLOCK_N=tile.rows, BLOCK_K=tile.depth, BLOCK_T=block_t)
+            dtypes = _HALVES if gated and block_t == 8 else _HALVES[:1]
+            yield Build(constants, dtypes, tile.warps, tile.stages(block_t), types)
+    small = dict(GATED=False, EVEN=False, PDL=False, AHEAD=0, LINES=False, BLOCK_N=64, BLOCK_K=32, BLOCK_T=8)
+    yield Build(small, ("fp32",), num_stages=7)
+
+
 BUILDS: dict[str, list[Build]] = {
     "rms_norm_kernel": [
         Build(dict(SIZE=576, BLOCK=1024), _ALL, 2),
@@ -68,6 +92,13 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("residual", "*fp32"),)),
         Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("x", "*fp32"), ("residual", "*fp32"))),
     ],
+    "add_partials_rms_norm_kernel": [
+        Build(
+            dict(SIZE=4096, BLOCK=4096, SPLITS=splits, PDL=pdl), num_warps=8, types=(("residual", "*fp32"),)
+        )
+        for splits, pdl in ((1, False), (4, False), (4, True))
+    ],
+    "few_rows_kernel": list(_few_rows()),
     "silu_and_mul_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "rope_store_kv_kernel": [
         Build(

@@ -20,6 +20,12 @@ from kernels.draft_kernel_cases import (  # noqa: F401 (CASES finds them by name
     case_row_dots,
     case_top_candidates,
 )
+from kernels.few_rows_cases import (  # noqa: F401
+    case_add_partials_rms_norm,
+    case_gate_up_silu,
+    case_linear_rows,
+    case_linear_sums,
+)
 
 from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS

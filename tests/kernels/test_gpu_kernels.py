@@ -7,6 +7,7 @@ from kernels.kernel_cases import CASES, Maker, invariant_inputs, tree_inputs
 from tokenspeed.errors import ConfigError
 from tokenspeed.kernels import build, cuda, reference
 from tokenspeed.kernels.registry import OPS
+from tokenspeed.kernels.triton.pdl import has_pdl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,3 +109,38 @@ def test_cuda_add_rms_norm(dtype: torch.dtype, cuda_library):
     with pytest.raises(ValueError, match="16 bytes"):
         x = torch.zeros(2, 65, dtype=dtype, device="cuda")[:, 1:]
         cuda.add_rms_norm(x, x.contiguous(), torch.ones(64, dtype=dtype, device="cuda"), 1e-5)
+
+
+@pytest.mark.skipif(not has_pdl(), reason="this GPU has no programmatic dependent launch")
+@pytest.mark.parametrize("rows", (1, 9, 64))
+def test_early_starts_change_no_bits(rows: int):
+    """Layers in one graph whose buffers are used again and again: every kernel must wait before it reads or writes."""
+    m = Maker("cuda", torch.bfloat16)
+    weights = [
+        [m.normal(n, k) / k**0.5 for n, k in ((1024, 1024), (6144, 1024), (1024, 3072))] for _ in range(4)
+    ]
+    gain, start, stream = m.normal(1024), m.normal(rows, 1024).float(), m.normal(rows, 1024).float()
+
+    def layers(name: str) -> torch.Tensor:
+        fn = {op: impls[name].load() for op, impls in OPS.items() if "triton_pdl" in impls}
+        stream.copy_(start)
+        x = gain.expand(rows, -1).contiguous()
+        for square, gate_up, down in weights * 4:
+            x = fn["add_partials_rms_norm"](
+                fn["linear_sums"](fn["linear_rows"](x, square), square), stream, gain, 1e-5
+            )
+            x = fn["add_partials_rms_norm"](
+                fn["linear_sums"](fn["gate_up_silu"](x, gate_up), down), stream, gain, 1e-5
+            )
+        return x
+
+    want = layers("triton").clone()
+    assert want.isfinite().all() and want.abs().max() > 0.1
+    assert torch.equal(layers("triton_pdl"), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers("triton_pdl")
+    for _ in range(50):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)

@@ -68,6 +68,22 @@ OPS |= {
         ("build_tree", "draft_tree"),
     )
 }
+# Kernels for few rows; `layers.few_rows` says where they are used. "triton_pdl" is "triton" started early (see pdl.py).
+OPS |= {
+    op: {
+        "triton_pdl": Impl(
+            f"tokenspeed.kernels.triton.{module}:{op}_pdl", "cuda", "tokenspeed.kernels.triton.pdl:has_pdl"
+        ),
+        "triton": _triton(module, op),
+        "torch": _torch(op, "reference_few_rows"),
+    }
+    for op, module in (
+        ("linear_rows", "few_rows"),
+        ("linear_sums", "few_rows"),
+        ("gate_up_silu", "few_rows"),
+        ("add_partials_rms_norm", "norm"),
+    )
+}
 # CUDA C++ kernels come behind Triton until they are measured to be faster: TOKENSPEED_KERNELS asks for them.
 OPS["add_rms_norm"]["cuda"] = Impl(
     "tokenspeed.kernels.cuda:add_rms_norm", "cuda", "tokenspeed.kernels.cuda:ready"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tokenspeed.layers import few_rows
 from tokenspeed.layers.linear import ColumnParallel, RowParallel
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.parameter import Params, Placement
@@ -37,13 +38,16 @@ class SelfAttention:
         self.head_dim = head_dim
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = ColumnParallel(in_features, parts, place, qkv_bias)
+        self.qkv = ColumnParallel(in_features, parts, place, qkv_bias, few_rows.linear(place, qkv_bias))
         self.o = RowParallel("o_proj", q_size, out_features, place, o_bias)
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, place) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, place) if qk_norm_eps is not None else None
 
     def apply(self, layer: int, x: Tensor, attn: Attend) -> Tensor:
-        """x [T, in_features] -> [T, out_features]; `layer` is the layer's index in the KV pool."""
+        """x [T, in_features] -> [T, out_features], or partial sums of it (RowParallel.apply).
+
+        `layer` is the layer's index in the KV pool.
+        """
         q, k, v = self.project(x)
         return self.o.apply(attn(layer, q, k, v).reshape(x.shape[0], -1))
 

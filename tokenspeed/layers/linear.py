@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tokenspeed import kernels
 from tokenspeed.distributed.comm import all_reduce
+from tokenspeed.layers.few_rows import most_rows
 from tokenspeed.layers.parameter import Param, Params, Placement
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -92,17 +93,30 @@ class ColumnParallel:
     Args:
         in_features: K.
         parts: checkpoint name -> rows of the whole matrix, in the order of stacking (q_proj, k_proj, v_proj).
-        bias: every part has one.
+        bias: every part has one. matmul: as in `Linear`.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], place: Placement, bias: bool = False):
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        place: Placement,
+        bias: bool = False,
+        matmul: Matmul = F.linear,
+    ):
         self.sizes = [place.tp.share(rows, name) for name, rows in parts.items()]  # rows on this rank
         self._place, self._parts, self._in_features = place, parts, in_features
         self._linear = Linear(
             new_weight(sum(self.sizes), in_features, place),
             place.empty(sum(self.sizes)) if bias else None,
             place,
+            matmul,
         )
+
+    @property
+    def weight(self) -> Tensor:
+        """[sum(sizes), K]."""
+        return self._linear.weight
 
     def apply(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, sum(sizes)]."""
@@ -135,9 +149,15 @@ class RowParallel:
         self._name, self._in_features, self._tp = name, in_features, place.tp
         weight = new_weight(out_features, place.tp.share(in_features, name), place)
         self._linear = Linear(weight, self.bias if place.tp.size == 1 else None, place, sums(place))
+        self._few_rows = most_rows("linear_sums", place, bias)
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [T, K / size] -> [T, N], for the residual stream: float32 where `sums` can."""
+        """x [T, K / size] -> what `RMSNorm.add_apply` adds to the residual stream.
+
+        It is [T, N], float32 where `sums` can, or for few rows partial sums of that, [S, T, N].
+        """
+        if 0 < x.shape[0] <= self._few_rows:
+            return kernels.linear_sums(x, self._linear.weight)
         y = self._linear.apply(x)
         if self._tp.size == 1:
             return y

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from tokenspeed import kernels
+from tokenspeed.layers.few_rows import most_rows
 from tokenspeed.layers.linear import ColumnParallel, RowParallel
 from tokenspeed.layers.parameter import Params, Placement
 
@@ -12,9 +13,12 @@ class GatedMLP:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = ColumnParallel(hidden_size, parts, place, bias)
         self.down = RowParallel("down_proj", intermediate_size, hidden_size, place, bias)
+        self._few_rows = most_rows("gate_up_silu", place, bias)
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]."""
+        """x [T, H] -> [T, H], or partial sums of it (RowParallel.apply)."""
+        if 0 < x.shape[0] <= self._few_rows:
+            return self.down.apply(kernels.gate_up_silu(x, self.gate_up.weight))
         return self.down.apply(kernels.silu_and_mul(self.gate_up.apply(x)))
 
     def params(self, prefix: str) -> Params:

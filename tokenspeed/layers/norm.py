@@ -7,6 +7,11 @@ from tokenspeed import kernels
 from tokenspeed.layers.parameter import Param, Params, Placement
 
 
+def add(x: Tensor, residual: Tensor) -> Tensor:
+    """residual [T, H] += x, in place: [T, H], or partial sums of that, [S, T, H]."""
+    return residual.add_(x if x.dim() == 2 else x.sum(0))
+
+
 class RMSNorm:
     """weight * x / rms(x): float32 inside, rounded to x's dtype before the weight is applied.
 
@@ -27,9 +32,14 @@ class RMSNorm:
         return kernels.rms_norm(x, self.weight, self.eps)
 
     def add_apply(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual [T, H] += x, in place and in the residual's dtype, then the norm of it: [T, H]."""
+        """residual [T, H] += x, in place and in the residual's dtype, then the norm of it: [T, H].
+
+        x is [T, H], or float32 partial sums of that, [S, T, H].
+        """
         if self._eps is not None:
-            return self._unrounded(residual.add_(x), self._eps)
+            return self._unrounded(add(x, residual), self._eps)
+        if x.dim() == 3:
+            return kernels.add_partials_rms_norm(x, residual, self.weight, self.eps)
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def params(self, prefix: str) -> Params:

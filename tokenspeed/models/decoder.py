@@ -42,7 +42,7 @@ class DecoderLayer:
             residual: float32 [T, H], the stream; attention's output is added in place.
 
         Returns:
-            The MLP's output [T, H], which the caller adds to the stream.
+            The MLP's output [T, H], or partial sums of it, which the caller adds to the stream.
         """
         x = self.attention.apply(index, normed, attn)
         return self.mlp.apply(self.post_norm.add_apply(x, residual))

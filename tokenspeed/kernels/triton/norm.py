@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed.kernels.triton.pdl import launch_options
 
 
 @triton.jit
@@ -36,6 +39,41 @@ def add_rms_norm_kernel(
     values = kept.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
     gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    normed = (values * scale).to(residual.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def add_partials_rms_norm_kernel(
+    partials,
+    residual,
+    weight,
+    out,
+    stride_split,
+    stride_residual,
+    eps,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As add_rms_norm_kernel, of the sum of SPLITS partial sums, added in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < SIZE
+    gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = partials + row * SIZE + cols
+    kept = tl.load(residual + row * stride_residual + cols, inside, 0.0)
+    added = tl.load(at, inside, 0.0)
+    for split in tl.static_range(1, SPLITS):
+        added += tl.load(at + split * stride_split, inside, 0.0)
+    kept = (added + kept.to(tl.float32)).to(residual.dtype.element_ty)
+    tl.store(residual + row * stride_residual + cols, kept, inside)
+    values = kept.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
     normed = (values * scale).to(residual.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
@@ -73,6 +111,37 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
             num_warps=_warps(block),
         )
     return out
+
+
+def add_partials_rms_norm(
+    partials: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False
+) -> Tensor:
+    """See `tokenspeed.kernels.add_partials_rms_norm`."""
+    splits, rows, size = partials.shape
+    out = torch.empty((rows, size), dtype=weight.dtype, device=residual.device)
+    if rows:
+        block = triton.next_power_of_2(size)
+        add_partials_rms_norm_kernel[(rows,)](
+            partials,
+            residual,
+            weight,
+            out,
+            partials.stride(0),
+            residual.stride(0),
+            eps,
+            SPLITS=splits,
+            PDL=pdl,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=_warps(block),
+            **launch_options(pdl),
+        )
+    return out
+
+
+def add_partials_rms_norm_pdl(partials: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """add_partials_rms_norm, started early."""
+    return add_partials_rms_norm(partials, residual, weight, eps, pdl=True)
 
 
 def _warps(block: int) -> int:

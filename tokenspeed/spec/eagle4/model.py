@@ -16,7 +16,7 @@ from tokenspeed.layers.attention import Attend, SelfAttention
 from tokenspeed.layers.embedding import Embedding, VocabTable
 from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.mlp import GatedMLP
-from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.norm import RMSNorm, add
 from tokenspeed.layers.parameter import Param, Params, Placement
 from tokenspeed.spec.eagle4.formats import DraftConfig
 
@@ -100,7 +100,7 @@ class DraftModel:
         y = self.post_norm.add_apply(self.attention.apply(LAYER, x, attn), residual)
         y = self.mlp.apply(y)
         if self.norm is None:
-            out = residual.add_(y)
+            out = add(y, residual)
             return out, out
         out = self.norm.add_apply(y, residual)
         return out, out if self.config.norm_output else residual
