@@ -81,15 +81,11 @@ def main() -> None:
     with LLM(args.model, **options) as llm:
         answers = llm.chat([list(p.messages) for p in prompts], _greedy(args.filler_tokens), use_tqdm=True)
         turns = [_turn(p, out.outputs[0].text) for p, out in zip(prompts, answers, strict=True)]
+        chats = {
+            position: [_chat(p, prompts, turns, position, count) for p in asked] for position in positions
+        }
         for position in positions:
-            chats = [
-                Prompt(
-                    p.category,
-                    tuple(conversation(list(p.messages), _others(p, prompts, turns), position, count)),
-                )
-                for p in asked
-            ]
-            found, records = measure(llm, chats, args.num, _greedy(args.max_tokens), show=True)
+            found, records = measure(llm, chats[position], args.num, _greedy(args.max_tokens), show=True)
             first = rows[0]["acceptance"] if rows else found["acceptance"]
             ratios = {f"{name}_over_first": _ratio(found["acceptance"], first, name)
                       for name in ("accept_length", "accept_length_no_loops")}  # fmt: skip
@@ -118,10 +114,17 @@ def _turn(prompt: Prompt, answer: str) -> Messages:
     return [*prompt.messages, {"role": "assistant", "content": answer}]
 
 
-def _others(prompt: Prompt, prompts: Sequence[Prompt], turns: Sequence[Messages]) -> list[Messages]:
-    """The turns after the prompt's own, around the end of the list."""
+def _chat(
+    prompt: Prompt,
+    prompts: Sequence[Prompt],
+    turns: Sequence[Messages],
+    num_tokens: int,
+    count: Callable[[Messages], int],
+) -> Prompt:
+    """The prompt after the turns that follow its own in the list, around its end."""
     at = prompts.index(prompt)
-    return [*turns[at + 1 :], *turns[:at]]
+    others = [*turns[at + 1 :], *turns[:at]]
+    return Prompt(prompt.category, tuple(conversation(list(prompt.messages), others, num_tokens, count)))
 
 
 def _ratio(acceptance: dict | None, first: dict | None, name: str) -> float | None:

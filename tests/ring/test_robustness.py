@@ -107,6 +107,7 @@ WRONG = [
     ({"seed": 2**63}, "seed"),
     ({"stop": [""]}, "stop"),
     ({"stop": [1]}, "stop"),
+    ({"bad_words": "x"}, "bad_words"),
     ({"unknown_field": 1}, "unknown_field"),
     ({"prompt": []}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
@@ -221,6 +222,23 @@ def test_penalties(server, plain, encoder, fields):
     assert server.complete(**body, **fields)["choices"][0]["text"] == expected
     if fields != {"presence_penalty": -2.0}:  # which only strengthens what greedy text repeats anyway
         assert server.complete(**body)["choices"][0]["text"] != expected
+
+
+def test_bad_words(server, plain, encoder):
+    """Words become ids on the way; what is left is plain decoding without those sequences."""
+    free = plain.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))[
+        0
+    ].token_ids
+    parts = [tuple(free[i : i + n]) for i in range(30) for n in (1, 2)]
+    told = {part: text_of(encoder, part) for part in parts}
+    words = [text for part, text in told.items() if text and part in encoder.encode_word(text)][:5]
+    assert words
+    ids = tuple(sequence for word in words for sequence in encoder.encode_word(word))
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, bad_words_token_ids=ids)
+    expected = plain.generate([PROMPT], params)[0].token_ids
+    assert expected != free
+    answer = server.complete(prompt=PROMPT, max_tokens=40, ignore_eos=True, bad_words=words)
+    assert answer["choices"][0]["text"] == text_of(encoder, expected)
 
 
 def test_logprobs(server, plain):
