@@ -219,8 +219,6 @@ class Bench:
             got = self._time_chain(count, f"ours, PDL, {ahead} ahead", ahead_tiles, True)
             if not torch.equal(got, want):
                 self._say(f"{count} rows, {ahead} ahead: PDL changes the result of a chain")
-        lines = {name: tile._replace(lines=True) for name, tile in tiles.items()}
-        self._time_chain(count, "ours, PDL, ahead by lines", lines, True)
         thin = {name: tile._replace(buffers=min(tile.buffers, 3)) for name, tile in tiles.items()}
         self._time_chain(count, "ours, PDL, room for the next kernel", thin, True)
         fused = {name: tile for name, tile in tiles.items() if name != "qkv"}
@@ -268,7 +266,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = Parser(prog="linears.py", description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=positives, default=[1, 4, 8, 16, 32, 64])
-    parser.add_argument("--chain-rows", type=positives, default=[1, 8, 16])
+    parser.add_argument("--chain-rows", type=positives, default=[1, 16, 32, 64])
     parser.add_argument("--seconds", type=positive, default=55, help="after so many, no more tiles are tried")
     parser.add_argument("--tbps", type=float, default=4.3, help="terabytes per second of the floor")
     parser.add_argument("--name", default="linears", help="of the file in benchmarks/results")

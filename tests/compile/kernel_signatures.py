@@ -74,11 +74,11 @@ def _few_rows() -> Iterator[Build]:
             (False, whole_tile(6144), ()),
         ):
             even = pdl or block_t != 16
-            constants = dict(GATED=gated, EVEN=even, PDL=pdl, AHEAD=tile.ahead if pdl else 0, LINES=False)
+            constants = dict(GATED=gated, EVEN=even, PDL=pdl, AHEAD=256 if pdl and block_t == 8 else 0)
             constants |= dict(BLOCK_N=tile.rows, BLOCK_K=tile.depth, BLOCK_T=block_t)
             dtypes = _HALVES if gated and block_t == 8 else _HALVES[:1]
             yield Build(constants, dtypes, tile.warps, tile.stages(block_t), types)
-    small = dict(GATED=False, EVEN=False, PDL=False, AHEAD=0, LINES=False, BLOCK_N=64, BLOCK_K=32, BLOCK_T=8)
+    small = dict(GATED=False, EVEN=False, PDL=False, AHEAD=0, BLOCK_N=64, BLOCK_K=32, BLOCK_T=8)
     yield Build(small, ("fp32",), num_stages=7)
 
 

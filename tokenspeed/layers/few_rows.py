@@ -16,7 +16,9 @@ from tokenspeed.layers.parameter import Placement
 
 MOST_ROWS = 64
 # NVIDIA's compute capability -> op -> the most rows at which it was measured to win. What is not named is off.
-WINS: dict[tuple[int, int], dict[str, int]] = {}
+WINS: dict[tuple[int, int], dict[str, int]] = {
+    (9, 0): {"linear_rows": 16, "linear_sums": 64, "gate_up_silu": 32},  # H200
+}
 
 
 def most_rows(op: str, place: Placement, bias: bool) -> int:

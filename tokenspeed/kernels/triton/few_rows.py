@@ -4,8 +4,8 @@ The weight's rows are the M side of the MMA and the rows of x, padded to 8 or mo
 rows costs one narrow instruction. What counts is how many bytes are on their way: a GPU of 4.3 TB/s needs some
 32 KiB a multiprocessor to be busy, and twice that to be safe. All programs of a launch should fit the GPU at once.
 
-With PDL (pdl.py) a program asks for its first weights to come into L2 while the kernel before it still runs. It reads
-and writes nothing before that kernel has ended, so its bits are the same.
+With PDL (pdl.py) a program is set up, and may ask for its first weights to come into L2, while the kernel before it
+still runs. It reads and writes nothing before that kernel has ended, so its bits are the same.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,7 @@ class Tile(NamedTuple):
     Args:
         rows: weight rows of a program (gate's and up's together). depth: of K at a time. buffers: such pieces in
             shared memory, fewer where x is wide. split: programs that share K. ahead: of K, prefetched before PDL's
-            wait, 0 or a power of two from 64. lines: by cache line, in place of a bulk request a thread, which the
-            hardware takes one lane at a time.
+            wait, 0 or a power of two from 64 (on an H200 nothing is faster than 0: docs/performance.md).
     """
 
     rows: int
@@ -39,8 +38,7 @@ class Tile(NamedTuple):
     buffers: int
     warps: int = 4
     split: int = 1
-    ahead: int = 256
-    lines: bool = False
+    ahead: int = 0
 
     def of(self, dtype: torch.dtype) -> "Tile":
         """The same for a dtype: float32 has no MMA, so less is unrolled, and it takes two times the bytes."""
@@ -53,28 +51,18 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def prefetch(at, AHEAD: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr):
+def prefetch(at, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr):
     """Asks for AHEAD values of each of BLOCK_N rows at[:, 0], of two bytes and aligned to 16, to come into L2."""
-    if LINES:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(at + tl.arange(0, AHEAD // 64)[None, :] * 64).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        PARTS: tl.constexpr = 1 if BLOCK_N >= 128 else 128 // BLOCK_N  # a request for each of 128 threads
-        SIZE: tl.constexpr = AHEAD // PARTS
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [(at + tl.arange(0, PARTS)[None, :] * SIZE).to(tl.int64), SIZE * 2],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    PARTS: tl.constexpr = 1 if BLOCK_N >= 128 else 128 // BLOCK_N  # a request for each of 128 threads
+    SIZE: tl.constexpr = AHEAD // PARTS
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [(at + tl.arange(0, PARTS)[None, :] * SIZE).to(tl.int64), SIZE * 2],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,7 +80,6 @@ def few_rows_kernel(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
-    LINES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -108,7 +95,7 @@ def few_rows_kernel(
     w_at = weight + row.to(tl.int64)[:, None] * stride_w
     if PDL:
         if AHEAD:
-            prefetch(w_at + first, AHEAD, LINES, BLOCK_N)
+            prefetch(w_at + first, AHEAD, BLOCK_N)
         gdc_wait()
         gdc_launch_dependents()
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -227,7 +214,6 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool, pdl
         EVEN=size % tile.depth == 0,
         PDL=pdl,
         AHEAD=ahead if pdl else 0,
-        LINES=tile.lines,
         BLOCK_N=tile.rows,
         BLOCK_K=tile.depth,
         BLOCK_T=block_t,
