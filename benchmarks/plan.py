@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 
 from tokenspeed.bench.report import document, write_json
@@ -52,9 +52,9 @@ class Engine:
         return plan_for(self.resolved.shapes, self.resolved.plain_above, self.info.get("calibration"))
 
     def run(self, prompts: list[list[int]], params: SamplingParams, concurrency: int, plan) -> dict:
-        """Answers the prompts, `concurrency` at once."""
+        """Answers the prompts, `concurrency` at once: seconds, tokens, answers in order, and the tree of each round."""
         scheduler, waiting, under_way = self.scheduler, deque(prompts), deque()
-        scheduler.plan, rounds, tokens, open_now = plan, Counter(), 0, 0
+        scheduler.plan, rounds, answers, open_now = plan, [], defaultdict(list), 0
         started = time.perf_counter()
         while waiting or open_now:
             while waiting and open_now < concurrency:
@@ -63,14 +63,15 @@ class Engine:
             while (step := scheduler.schedule()) is not None:
                 under_way.append(self.runner.launch(step))
                 if step.decode_slots:
-                    rounds[str(Shape(*step.shape)) if step.shape else "plain"] += 1
+                    rounds.append(str(Shape(*step.shape)) if step.shape else "plain")
             for out in scheduler.update(self.runner.result(under_way.popleft())):
-                tokens += len(unpack(out.token_ids))
+                answers[out.rid] += unpack(out.token_ids)
                 open_now -= out.finished is not None
         seconds = time.perf_counter() - started
         while under_way:  # rounds that were sent before the last answer was known
             scheduler.update(self.runner.result(under_way.popleft()))
-        return {"tokens": tokens, "seconds": seconds, "rounds": dict(rounds)}
+        ordered = [answers[rid] for rid in sorted(answers)]
+        return {"tokens": sum(map(len, ordered)), "seconds": seconds, "rounds": rounds, "answers": ordered}
 
 
 def main() -> None:
@@ -100,7 +101,7 @@ def main() -> None:
             for name, (engine, how) in kinds.items():
                 result = engine.run(prompts, params, concurrency, how)
                 found[name].append(result["tokens"] / result["seconds"])
-                seen = result["rounds"] if name == "plan" else seen
+                seen = dict(Counter(result["rounds"])) if name == "plan" else seen
         speeds = {name: round(statistics.median(runs), 1) for name, runs in found.items()}
         best = max(speed for name, speed in speeds.items() if name not in ("plan", "none"))
         row = {"concurrency": concurrency, "tokens_per_second": speeds, "plan_rounds": seen,
