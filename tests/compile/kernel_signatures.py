@@ -11,9 +11,11 @@ from triton.runtime import JITFunction
 from tokenspeed.kernels import triton as package
 
 _TYPE_NAMES = {
-    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table",
-    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents depths "
-    "scratch lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
+    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table aux root_aux "
+    "slot_aux page_aux",
+    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
+    "scratch depths sampled path count emitted last_indices next_positions kv_slots last_tokens lengths source target "
+    "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
     "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
     "logprobs lane_scores all_scores next_scores",
@@ -86,7 +88,20 @@ BUILDS: dict[str, list[Build]] = {
     ]
     + [Build(_attention(WINDOWED=False, STRETCH=512, BLOCK_R=16, BLOCK_S=32), ("fp32",))],
     "combine_invariant_kernel": [Build(dict(NUM_HEADS=32, DIM=128, STRETCH=512, BLOCK_D=128), num_warps=1)],
-    "sample_kernel": [Build(dict(BLOCK=4096), ("fp32",), 8, types=(("out", "*i64"),))],
+    "sample_kernel": [
+        Build(dict(BLOCK=4096, BY_SLOT=True), ("fp32",), 8, types=(("out", "*i64"),)),
+        Build(dict(BLOCK=4096, BY_SLOT=False), ("fp32",), 8, types=(("out", "*i64"),)),
+    ],
+    "read_slots_kernel": [
+        Build(dict(BLOCK=1024), _ALL, types=(("table", "*i32"), ("indices32", "*i32"))),
+    ],
+    "place_nodes_kernel": [Build(dict(BLOCK_N=n), num_warps=1, types=(("table", "*i32"),)) for n in (16, 64)],
+    "accept_kernel": [
+        Build(dict(BLOCK_N=n, BLOCK_W=16), num_warps=w, types=(("failed", "*i1"),))
+        for n, w in ((16, 1), (64, 4))
+    ],
+    "commit_kernel": [Build(dict(BLOCK_W=16), num_warps=1, types=(("table", "*i32"),))],
+    "keep_aux_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "candidate_scan_kernel": [Build(dict(BLOCK=64, COUNT=32), _ALL)],
     "candidate_select_kernel": [
         Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short), dtypes, 8)

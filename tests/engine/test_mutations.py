@@ -84,8 +84,8 @@ def aux_of_the_next_layers(fault: Fault) -> None:
 def aux_of_the_node_before_the_last(fault: Fault) -> None:
     """The next round's root gets a_{t-2} in place of a_{t-1}."""
 
-    def changed(append_kept, self, slots, table, last_index, kept, valid, aux):
-        append_kept(self, slots, table, last_index, kept, valid, aux)
+    def changed(append_kept, self, slots, kept, target, indices, places, aux):
+        append_kept(self, slots, kept, target, indices, places, aux)
         node = kept.path.gather(1, (kept.count - 2).clamp(min=0)[:, None])[:, 0]
         self.state.aux[slots] = aux[torch.arange(len(slots)), node]
 
@@ -93,10 +93,10 @@ def aux_of_the_node_before_the_last(fault: Fault) -> None:
 
 
 def change_kept(fault: Fault, change: Callable) -> None:
-    """change(engine, slots, kept) -> what the rows of a round's kept tokens are made of."""
+    """change(kept) -> what the rows of a round's kept tokens are made of."""
 
-    def changed(append_kept, self, slots, table, last_index, kept, *rest):
-        append_kept(self, slots, table, last_index, change(self, slots, kept), *rest)
+    def changed(append_kept, self, slots, kept, *rest):
+        append_kept(self, slots, change(kept), *rest)
 
     fault.change(Engine, "_append_kept", changed)
 
@@ -107,7 +107,7 @@ def aux_of_kept_nodes_one_late(fault: Fault) -> None:
     def before(path):
         return torch.cat([path[:, :1], path[:, :-1]], 1)
 
-    change_kept(fault, lambda engine, slots, kept: replace(kept, path=before(kept.path)))
+    change_kept(fault, lambda kept: replace(kept, path=before(kept.path)))
 
 
 def prompt_rows_made_of_their_own_states(fault: Fault) -> None:
@@ -123,11 +123,9 @@ def prompt_rows_made_of_their_own_states(fault: Fault) -> None:
 def previous_token_appended(fault: Fault) -> None:
     """Rows of a round's kept tokens are made of x_{t-1} in place of x_t."""
 
-    def change(engine, slots, kept):
-        root = engine.state.last_tokens[slots][:, None]
-        return replace(kept, tokens=torch.cat([root, kept.tokens[:, :-1]], 1))
-
-    change_kept(fault, change)
+    roots = []
+    fault.change(worker_engine, "Frontier", lambda make, x, *rest: roots.append(x[:, None]) or make(x, *rest))
+    change_kept(fault, lambda kept: replace(kept, tokens=torch.cat([roots.pop(), kept.tokens[:, :-1]], 1)))
 
 
 def previous_token_fed_to_lanes(fault: Fault) -> None:

@@ -20,6 +20,13 @@ from kernels.draft_kernel_cases import (  # noqa: F401 (CASES finds them by name
     case_row_dots,
     case_top_candidates,
 )
+from kernels.round_kernel_cases import (  # noqa: F401
+    case_accept,
+    case_commit,
+    case_keep_aux,
+    case_place_nodes,
+    case_read_slots,
+)
 
 from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS
@@ -301,16 +308,18 @@ def case_sample(fn: Callable, m: Maker) -> None:
             assert torch.equal(fn(*inputs).cpu(), reference.sample(*[t.cpu() for t in inputs]))
     inputs = sample_inputs(m, 64)
     logits = inputs[0]
-    logits[:, ::3] = torch.nan
     logits[:, 1::3] = -torch.inf
-    logits[1] = torch.nan
     logits[0, [5, 11]] = torch.inf
+    logits[1] = torch.nan
     logits[3, :] = -torch.inf
     logits[4, :] = 1.5
-    logits[5, 10:] = torch.nan
+    logits[5, 63] = torch.nan
     got = fn(*inputs)
     assert torch.equal(got.cpu(), reference.sample(*[t.cpu() for t in inputs]))
-    assert got[0] == 5 and got[1] == got[3] == -1
+    assert got[0] == 5 and got[1] == got[3] == got[5] == -1
+    slots = m.tensor([3, 0, 6, 2], torch.int64)  # of six rows each
+    pairs = m.normal(24, 64, dtype=torch.float32), *inputs[1:6], m.ints(0, 99, 24), slots
+    assert torch.equal(fn(*pairs).cpu(), reference.sample(*[t.cpu() for t in pairs]))
 
 
 def case_move_kv(fn: Callable, m: Maker) -> None:

@@ -7,6 +7,11 @@ are contiguous in their last dimension; other strides are free unless said. `reg
 from torch import Tensor
 
 from tokenspeed.kernels.registry import Op
+from tokenspeed.kernels.round_ops import accept as accept
+from tokenspeed.kernels.round_ops import commit as commit
+from tokenspeed.kernels.round_ops import keep_aux as keep_aux
+from tokenspeed.kernels.round_ops import place_nodes as place_nodes
+from tokenspeed.kernels.round_ops import read_slots as read_slots
 from tokenspeed.kernels.rows import ChunkRows
 
 _rms_norm = Op("rms_norm")
@@ -189,6 +194,7 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Draws one token a row, reproducibly: the noise of a token depends on (seed, position, token id) alone.
 
@@ -199,14 +205,14 @@ def sample(
     word token % 4.
 
     Args:
-        logits: float32 [R, V]; NaN is never chosen.
-        temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0: off.
-        seeds, positions: int64 [R].
+        logits: float32 [R, V].
+        temperature, top_p, min_p: float32 [S]. top_k: int32 [S], 0: off. seeds: int64 [S]. positions: int64 [R].
+        slots: int64 [B], whose settings each R / B rows, side by side, have; None: S = R, each row its own.
 
     Returns:
-        int64 [R]; -1 for a row whose logits are all NaN or -inf.
+        int64 [R]; -1 for a row that has failed: a NaN is among its logits, or all are -inf.
     """
-    return _sample[logits.device.type](logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return _sample[logits.device.type](logits, temperature, top_k, top_p, min_p, seeds, positions, slots)
 
 
 def move_kv(kv: Tensor, src: Tensor, dst: Tensor, group: int | None = None) -> None:

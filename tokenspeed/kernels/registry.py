@@ -68,6 +68,10 @@ OPS |= {
         ("build_tree", "draft_tree"),
     )
 }
+OPS |= {
+    op: {"triton": _triton("round", op), "torch": _torch(op, "reference_round")}
+    for op in ("read_slots", "place_nodes", "accept", "commit", "keep_aux")
+}
 # CUDA C++ kernels come behind Triton until they are measured to be faster: TOKENSPEED_KERNELS asks for them.
 OPS["add_rms_norm"]["cuda"] = Impl(
     "tokenspeed.kernels.cuda:add_rms_norm", "cuda", "tokenspeed.kernels.cuda:ready"
