@@ -11,8 +11,8 @@ from triton.runtime import JITFunction
 from tokenspeed.kernels import triton as package
 
 _TYPE_NAMES = {
-    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table aux root_aux "
-    "slot_aux page_aux",
+    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table aux root_aux state "
+    "token_gain state_gain slot_aux page_aux",
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
     "scratch depths sampled path count emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
@@ -109,11 +109,19 @@ BUILDS: dict[str, list[Build]] = {
     ],
     "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
     "best_candidates_kernel": [Build(dict(BLOCK_C=64, BLOCK_K=16), num_warps=2, types=(("k", "i32"),))],
+    "draft_rows_kernel": [
+        Build(dict(BLOCK=128), types=(("k", "i32"), ("lanes", "i32"), ("root_positions", "*i64")))
+    ],
+    "draft_input_kernel": [
+        Build(dict(PARENTS=p, NORMED=n, SIZE=4096, BLOCK=4096), _ALL, 8, types=(("k", "i32"),))
+        for p, n in ((False, False), (True, False), (True, True))
+    ],
     "grow_tree_kernel": [
         Build(dict(BLOCK_R=r, BLOCK_K=k), types=(("k", "i32"),)) for r, k in ((4, 4), (4, 16), (16, 16))
     ],
     "build_tree_kernel": [
-        Build(dict(COUNT=count, BLOCK_N=n)) for count, n in ((128, 16), (1024, 16), (1024, 64))
+        Build(dict(COUNT=count, BLOCK_N=n), types=(("nan", "*i1"),))
+        for count, n in ((128, 16), (1024, 16), (1024, 64))
     ],
     "move_kv_kernel": [Build(dict(GROUP=g, BLOCK_M=16, BLOCK_E=256)) for g in (9, 16)],
     "linear_invariant_kernel": [

@@ -23,6 +23,7 @@ from tokenspeed.models import decoder
 from tokenspeed.spec.base import DraftTree
 from tokenspeed.spec.eagle4 import drafter
 from tokenspeed.spec.eagle4.drafter import EagleDrafter
+from tokenspeed.spec.eagle4.model import DraftModel
 from tokenspeed.spec.eagle4.tree import Expansion
 from tokenspeed.worker import engine as worker_engine
 from tokenspeed.worker.engine import Engine
@@ -208,6 +209,7 @@ def lanes_written_one_place_early(fault: Fault) -> None:
 def rope_of_everything_off(fault: Fault) -> None:
     """RoPE knows distances only: with all rows moved alike nothing changes but rounding."""
     fault.change(EagleDrafter, "_rope", lambda rope, self, indices: rope(self, indices + 1))
+    rope_of_drafted_rows_off(fault)
 
 
 def rope_of_drafted_rows_off(fault: Fault) -> None:
@@ -233,10 +235,10 @@ def the_row_after_the_root_seen(fault: Fault) -> None:
 
 
 def state_of_the_lane_before(fault: Fault) -> None:
-    def changed(follow, state, lanes):
-        return follow(state, replace(lanes, parents=(lanes.parents - 1).clamp(min=0)))
+    def changed(layer, self, tokens, state, attn, parents=None):
+        return layer(self, tokens, state, attn, None if parents is None else (parents - 1).clamp(min=0))
 
-    fault.change(drafter, "_follow", changed)
+    fault.change(DraftModel, "layer", changed)
 
 
 def ancestors_of_the_lane_before(fault: Fault) -> None:

@@ -16,6 +16,8 @@ import torch
 from kernels.draft_kernel_cases import (  # noqa: F401 (CASES finds them by name)
     case_best_candidates,
     case_build_tree,
+    case_draft_input,
+    case_draft_rows,
     case_grow_tree,
     case_row_dots,
     case_top_candidates,

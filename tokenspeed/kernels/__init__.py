@@ -24,6 +24,8 @@ _tree_attention_invariant = Op("tree_attention_invariant")
 _sample = Op("sample")
 _move_kv = Op("move_kv")
 _linear_invariant = Op("linear_invariant")
+_draft_rows = Op("draft_rows")
+_draft_input = Op("draft_input")
 _top_candidates = Op("top_candidates")
 _row_dots = Op("row_dots")
 _best_candidates = Op("best_candidates")
@@ -237,6 +239,45 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _linear_invariant[x.device.type](x, weight, bias)
 
 
+def draft_rows(
+    last_indices: Tensor, steps: int, k: int, num_positions: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where the rows of B draft trees stand: one root each, then K lanes a step. A row of index t has position t - 1.
+
+    Args:
+        last_indices: int64 [B] of the roots. num_positions: of the RoPE table, which bounds positions.
+
+    Returns:
+        Keys that are in the pages int32 [B]; the roots' positions int64 [B]; of the lanes, int64 [S - 1, B, K] each:
+        indices, positions, and rows in a side buffer of (S - 1) K rows a request.
+    """
+    return _draft_rows[last_indices.device.type](last_indices, steps, k, num_positions)
+
+
+def draft_input(
+    tokens: Tensor,
+    table: Tensor,
+    state: Tensor,
+    parents: Tensor | None,
+    token_gain: Tensor,
+    state_gain: Tensor,
+    eps: float,
+    normed: bool,
+) -> tuple[Tensor, Tensor]:
+    """What a draft layer reads: rms_norm of tokens' embeddings beside rms_norm of states.
+
+    Args:
+        tokens: int64 [T]. table: [V, H]. state: [Q, H]; parents: int64 [B, K], T = B K: which of its request's Q / B
+            rows of `state` each row has; None: Q = T, each its own. token_gain, state_gain: [H], of the two norms.
+
+    Returns:
+        [T, 2 H]; and a row's state [T, H], `normed` or as it is, to be overwritten (without parents perhaps `state`).
+    """
+    return _draft_input[tokens.device.type](
+        tokens, table, state, parents, token_gain, state_gain, eps, normed
+    )
+
+
 def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of each row, and the share of the row's mass that they hold.
 
@@ -292,7 +333,7 @@ def grow_tree(
 
 def build_tree(
     root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keeps the N - 1 best candidates of each tree and numbers them depth-first, the best child first.
 
     Args:
@@ -300,6 +341,7 @@ def build_tree(
             number than its child, and no lower score. nodes: N, at most 64.
 
     Returns:
-        tokens, parents, depths and masks (bit j: node j is an ancestor, or the node itself): int64 [B, N].
+        tokens, parents, depths and masks (bit j: node j is an ancestor, or the node itself): int64 [B, N]; bool [B],
+        whether a candidate's score is -inf, which nothing but NaN makes of the best log-probabilities.
     """
     return _build_tree[root.device.type](root, tokens, scores, parents, nodes)

@@ -61,6 +61,8 @@ OPS: dict[str, dict[str, Impl]] = {
 OPS |= {
     op: {"triton": _triton(module, op), "torch": _torch(op, "reference_draft")}
     for op, module in (
+        ("draft_rows", "draft_rows"),
+        ("draft_input", "draft_rows"),
         ("top_candidates", "candidates"),
         ("row_dots", "candidates"),
         ("best_candidates", "candidates"),

@@ -49,7 +49,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     inner, stride_inner = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(x.numel() // size,)](
-        x, weight, out, inner, x.stride(0), stride_inner, eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+        x,
+        weight,
+        out,
+        inner,
+        x.stride(0),
+        stride_inner,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=num_warps(block),
     )
     return out
 
@@ -70,10 +79,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
             eps,
             SIZE=size,
             BLOCK=block,
-            num_warps=_warps(block),
+            num_warps=num_warps(block),
         )
     return out
 
 
-def _warps(block: int) -> int:
+def num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)

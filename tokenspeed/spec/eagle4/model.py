@@ -61,6 +61,9 @@ class DraftModel:
         self.post_norm = RMSNorm(h, eps, place)
         self.mlp = GatedMLP(h, c.intermediate_size, place)
         self.norm = RMSNorm(h, eps, place) if c.wide else None
+        # On a CPU the norms of half precision round elsewhere (layers.norm).
+        rounds = place.device.type == "cpu" and place.dtype != torch.float32
+        self._fused = c.wide and place.tp.size == 1 and not rounds
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [T, A] target states -> state [T, H] of a first step; fresh for EAGLE-3 and 4, else aux."""
@@ -86,17 +89,20 @@ class DraftModel:
         k, v = heads.split(self.attention.num_kv_heads, dim=1)
         return k, v
 
-    def layer(self, tokens: Tensor, state: Tensor, attn: Attend) -> tuple[Tensor, Tensor]:
+    def layer(
+        self, tokens: Tensor, state: Tensor, attn: Attend, parents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One draft step.
 
         Args:
-            tokens: int64 [T]. state: [T, H] of `features` in a first step, of this method in later ones;
+            tokens: int64 [T]. state: [Q, H] of `features` in a first step, of this method in later ones;
             overwritten. attn: an attention of the draft's own pool, which has one layer.
+            parents: int64 [B, K] row of its request's `state` that each row continues; None: its own, Q = T.
 
         Returns:
             out [T, H] for the head, and the state of the next step, [T, H].
         """
-        x, residual = self._input(tokens, state)
+        x, residual = self._input(tokens, state, parents)
         y = self.post_norm.add_apply(self.attention.apply(LAYER, x, attn), residual)
         y = self.mlp.apply(y)
         if self.norm is None:
@@ -105,8 +111,16 @@ class DraftModel:
         out = self.norm.add_apply(y, residual)
         return out, out if self.config.norm_output else residual
 
-    def _input(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _input(self, tokens: Tensor, state: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What qkv reads, and the residual stream that the layer adds to."""
+        if self._fused:
+            norms, normed = (self.input_norm, self.hidden_norm), self.config.norm_before_residual
+            gains, eps = (norm.weight for norm in norms), self.config.rms_norm_eps
+            return kernels.draft_input(
+                tokens, self.embedding.table.weight, state, parents, *gains, eps, normed
+            )
+        if parents is not None:
+            state = _rows_of(state, parents)
         embedded = self.embedding.apply(tokens)
         if not self.config.wide:
             x = self.fc.apply(torch.cat([embedded, state], -1))
@@ -135,6 +149,12 @@ class DraftModel:
             if part is not None:
                 found |= part.params(prefix)
         return found
+
+
+def _rows_of(state: Tensor, parents: Tensor) -> Tensor:
+    """States of the rows' parents: [B * R, H], int64 [B, K] -> [B * K, H], a fresh tensor."""
+    rows = state.view(len(parents), -1, state.shape[1])
+    return rows.gather(1, parents[:, :, None].expand(-1, -1, state.shape[1])).flatten(0, 1)
 
 
 class FeatureNorms:
