@@ -70,6 +70,7 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("residual", "*fp32"),)),
         Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("x", "*fp32"), ("residual", "*fp32"))),
     ],
+    "embed_rms_norm_kernel": [Build(dict(SIZE=4096, BLOCK=4096), _ALL, 8, types=(("residual", "*fp32"),))],
     "silu_and_mul_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "rope_store_kv_kernel": [
         Build(

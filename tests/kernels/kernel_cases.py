@@ -105,6 +105,13 @@ def case_add_rms_norm(fn: Callable, m: Maker) -> None:
         assert torch.equal(residual, other)
 
 
+def case_embed_rms_norm(fn: Callable, m: Maker) -> None:
+    ids, table, weight = m.ints(0, 9, 5), m.normal(9, 100), m.normal(100)
+    (residual, got), want = fn(ids, table, weight, 1e-5), reference.embed_rms_norm(ids, table, weight, 1e-5)
+    assert torch.equal(residual, want[0]) and residual.dtype == torch.float32 and got.dtype == m.dtype
+    close(got, want[1])
+
+
 def case_silu_and_mul(fn: Callable, m: Maker) -> None:
     for rows, size in ((1, 1536), (3, 40)):
         x = m.normal(rows, 2 * size) * 4

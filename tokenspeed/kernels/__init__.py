@@ -16,6 +16,7 @@ from tokenspeed.kernels.rows import ChunkRows
 
 _rms_norm = Op("rms_norm")
 _add_rms_norm = Op("add_rms_norm")
+_embed_rms_norm = Op("embed_rms_norm")
 _silu_and_mul = Op("silu_and_mul")
 _rope_store_kv = Op("rope_store_kv")
 _prefill_attention = Op("prefill_attention")
@@ -56,6 +57,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         [T, H] of the weight's dtype.
     """
     return _add_rms_norm[x.device.type](x, residual, weight, eps)
+
+
+def embed_rms_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows of a table as the residual stream begins, and rms_norm of them.
+
+    Args:
+        ids: int64 [T]. table: [V, H], contiguous. weight: [H].
+
+    Returns:
+        residual float32 [T, H], and its norm [T, H] of the weight's dtype.
+    """
+    return _embed_rms_norm[ids.device.type](ids, table, weight, eps)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ OPS: dict[str, dict[str, Impl]] = {
     for op, module in (
         ("rms_norm", "norm"),
         ("add_rms_norm", "norm"),
+        ("embed_rms_norm", "norm"),
         ("silu_and_mul", "activation"),
         ("rope_store_kv", "rope"),
         ("prefill_attention", "prefill_attention"),

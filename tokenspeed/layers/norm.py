@@ -32,6 +32,11 @@ class RMSNorm:
             return self._unrounded(residual.add_(x), self._eps)
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
+    @property
+    def rounded(self) -> bool:
+        """Whether results are those of the ops of `kernels`."""
+        return self._eps is None
+
     def params(self, prefix: str) -> Params:
         return {f"{prefix}weight": Param(self.weight, tuple(self.weight.shape))}
 

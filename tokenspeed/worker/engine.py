@@ -127,7 +127,7 @@ class Engine:
             self._append_kept(slots, kept, target, indices, places, aux.view(batch, num_nodes, -1))
         failed = kept.failed
         if tree.nan is not None:  # in the same tensor, so that it costs no copy of its own
-            failed = failed | tree.nan * DRAFT_NAN
+            failed = failed.view(torch.int8).add(tree.nan.view(torch.int8), alpha=DRAFT_NAN)
         if host_slots:
             self.edits.count(host_slots, kept.tokens, kept.count)
         return RoundResult(kept.tokens, kept.count, failed, logits, kept.path)

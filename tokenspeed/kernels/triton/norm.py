@@ -40,6 +40,18 @@ def add_rms_norm_kernel(
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
 
+@triton.jit
+def embed_rms_norm_kernel(ids, table, weight, residual, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < SIZE
+    gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    values = tl.load(table + tl.load(ids + row) * SIZE + cols, inside, 0.0).to(tl.float32)
+    tl.store(residual + row * SIZE + cols, values, inside)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
+    tl.store(out + row * SIZE + cols, (values * scale * gain).to(out.dtype.element_ty), inside)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `tokenspeed.kernels.rms_norm`."""
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
@@ -82,6 +94,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
             num_warps=num_warps(block),
         )
     return out
+
+
+def embed_rms_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `tokenspeed.kernels.embed_rms_norm`."""
+    rows, size = len(ids), table.shape[1]
+    residual = torch.empty((rows, size), dtype=torch.float32, device=table.device)
+    out = torch.empty((rows, size), dtype=weight.dtype, device=table.device)
+    if not table.is_contiguous():
+        raise ValueError("embed_rms_norm needs a contiguous table")
+    if rows:
+        block = triton.next_power_of_2(size)
+        embed_rms_norm_kernel[(rows,)](
+            ids, table, weight, residual, out, eps, SIZE=size, BLOCK=block, num_warps=num_warps(block)
+        )
+    return residual, out
 
 
 def num_warps(block: int) -> int:

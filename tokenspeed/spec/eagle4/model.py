@@ -61,9 +61,6 @@ class DraftModel:
         self.post_norm = RMSNorm(h, eps, place)
         self.mlp = GatedMLP(h, c.intermediate_size, place)
         self.norm = RMSNorm(h, eps, place) if c.wide else None
-        # On a CPU the norms of half precision round elsewhere (layers.norm).
-        rounds = place.device.type == "cpu" and place.dtype != torch.float32
-        self._fused = c.wide and place.tp.size == 1 and not rounds
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [T, A] target states -> state [T, H] of a first step; fresh for EAGLE-3 and 4, else aux."""
@@ -113,7 +110,7 @@ class DraftModel:
 
     def _input(self, tokens: Tensor, state: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What qkv reads, and the residual stream that the layer adds to."""
-        if self._fused:
+        if self.config.wide and self.place.tp.size == 1 and self.input_norm.rounded:
             norms, normed = (self.input_norm, self.hidden_norm), self.config.norm_before_residual
             gains, eps = (norm.weight for norm in norms), self.config.rms_norm_eps
             return kernels.draft_input(
