@@ -95,14 +95,13 @@ def accept_kernel(
     draw = tl.load(sampled + first + node, inside, -1)
     drawn = tl.load(sampled + first + parent, inside, -1)
     matches = (token == drawn) & (drawn >= 0) & inside & (node > 0)
-    # Of siblings with equal tokens the first takes the match: each node's parent is a number of its own, so all
-    # siblings that match hold the same token.
+    # Of siblings with equal tokens the first takes the match.
     own = tl.where(matches, parent, -1)
-    other_node = tl.arange(0, BLOCK_N)
-    other = tl.load(parents + first + other_node, other_node < num_nodes, 0)
-    other_token = tl.load(tokens + first + other_node, other_node < num_nodes, 0)
-    before = (other[None, :] == own[:, None]) & (other_token[None, :] == token[:, None])
-    before = before & (other_node[None, :] < node[:, None]) & (other_node[None, :] > 0)
+    other = tl.arange(0, BLOCK_N)
+    other_parent = tl.load(parents + first + other, other < num_nodes, 0)
+    other_token = tl.load(tokens + first + other, other < num_nodes, 0)
+    before = (other_parent[None, :] == own[:, None]) & (other_token[None, :] == token[:, None])
+    before = before & (other[None, :] < node[:, None]) & (other[None, :] > 0)
     matches = (matches & (tl.sum(before.to(tl.int32), 1) == 0)) | (node == 0)
     bits = tl.where(matches, tl.full((BLOCK_N,), 1, tl.int64) << node.to(tl.int64), 0)
     kept = inside & ((line & ~tl.sum(bits, 0)) == 0)
@@ -248,11 +247,7 @@ def accept(
     count = torch.empty(batch, dtype=torch.int64, device=tokens.device)
     failed = torch.empty(batch, dtype=torch.bool, device=tokens.device)
     accept_kernel[(batch,)](
-        tokens,
-        parents,
-        depths,
-        mask,
-        sampled,
+        *(x.contiguous() for x in (tokens, parents, depths, mask, sampled)),
         path,
         count,
         emitted,
