@@ -77,9 +77,9 @@ def engine(tiny_model_dir, tmp_path_factory):
     return engine
 
 
-# Both: 3 copies of aux states, fc_norm's product, 2 for RoPE positions of appended rows. A tree: fc_norm's product
-# again, 6 masks of the draft's window (1 here, none in most drafts), and bits of failures.
-@pytest.mark.parametrize(("shape", "most"), [(None, 6), (Shape(8, 4, 16), 14)])
+# Both: 3 copies of aux states, 2 for RoPE positions of appended rows. A tree: 6 masks of the draft's window (1 here;
+# one that is longer than the tree costs none), and bits of failures.
+@pytest.mark.parametrize(("shape", "most"), [(None, 5), (Shape(8, 4, 16), 12)])
 def test_a_round_launches_little_beside_its_kernels(engine, monkeypatch, shape, most):
     slots = torch.tensor([0, 1, engine.state.dummy])
     launches = Launches(monkeypatch)

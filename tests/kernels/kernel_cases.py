@@ -79,6 +79,8 @@ def case_rms_norm(fn: Callable, m: Maker) -> None:
     got = fn(heads, weight, 1e-6)
     assert got.is_contiguous()
     close(got, reference.rms_norm(heads, weight, 1e-6))
+    weight = m.normal(5, 24)
+    close(fn(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
     wide = m.normal(3, 64).float()  # the residual stream before the first layer
     got = fn(wide, weight := m.normal(64), 1e-5)
     assert got.dtype == m.dtype

@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [T, H], or [T, heads, H] with any strides, as for the norm of q or k.
-        weight: [H].
+        weight: [H], or [heads, H], a weight of each head's own.
 
     Returns:
         A new contiguous tensor of x's shape and the weight's dtype.

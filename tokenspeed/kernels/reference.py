@@ -28,7 +28,7 @@ __all__ = [
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # Without its weight F.rms_norm rounds before the product, as transformers' Llama does; with it, after.
-    return (F.rms_norm(x, weight.shape, None, eps) * weight).to(weight.dtype)
+    return (F.rms_norm(x, weight.shape[-1:], None, eps) * weight).to(weight.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,16 @@ from torch import Tensor
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, out, inner, stride_outer, stride_inner, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    out,
+    inner,
+    stride_outer,
+    stride_inner,
+    stride_weight,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -17,7 +26,7 @@ def rms_norm_kernel(
         tl.float32
     )
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
-    gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    gain = tl.load(weight + row % inner * stride_weight + cols, inside, 0.0).to(tl.float32)
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
@@ -67,6 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         inner,
         x.stride(0),
         stride_inner,
+        weight.stride(0) if weight.dim() > 1 else 0,
         eps,
         SIZE=size,
         BLOCK=block,

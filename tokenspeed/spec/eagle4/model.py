@@ -159,12 +159,10 @@ class FeatureNorms:
 
     def __init__(self, chunks: int, size: int, eps: float, place: Placement):
         self.weight, self.eps = place.empty(chunks, size), eps
-        self._ones = torch.ones(size, device=place.device, dtype=place.dtype)
 
     def apply(self, aux: Tensor) -> Tensor:
         """aux [T, chunks * size] -> the same shape."""
-        chunks = kernels.rms_norm(aux.view(-1, *self.weight.shape), self._ones, self.eps)
-        return (chunks * self.weight).view(aux.shape)
+        return kernels.rms_norm(aux.view(-1, *self.weight.shape), self.weight, self.eps).view(aux.shape)
 
     def params(self, prefix: str) -> Params:
         return {f"{prefix}{i}.weight": Param(w, tuple(w.shape)) for i, w in enumerate(self.weight)}
