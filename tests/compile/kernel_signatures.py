@@ -12,9 +12,11 @@ from tokenspeed.kernels import triton as package
 from tokenspeed.kernels.triton.few_rows import gated_tile, sums_tile, whole_tile
 
 _TYPE_NAMES = {
-    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table",
-    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents depths "
-    "scratch lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
+    "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table aux root_aux state "
+    "token_gain state_gain slot_aux page_aux",
+    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
+    "scratch depths sampled path count emitted last_indices next_positions kv_slots last_tokens lengths source target "
+    "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
     "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
     "logprobs lane_scores all_scores next_scores "
@@ -99,6 +101,7 @@ BUILDS: dict[str, list[Build]] = {
         for splits, pdl in ((1, False), (4, False), (4, True))
     ],
     "few_rows_kernel": list(_few_rows()),
+    "embed_rms_norm_kernel": [Build(dict(SIZE=4096, BLOCK=4096), _ALL, 8, types=(("residual", "*fp32"),))],
     "silu_and_mul_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "rope_store_kv_kernel": [
         Build(
@@ -117,7 +120,20 @@ BUILDS: dict[str, list[Build]] = {
     ]
     + [Build(_attention(WINDOWED=False, STRETCH=512, BLOCK_R=16, BLOCK_S=32), ("fp32",))],
     "combine_invariant_kernel": [Build(dict(NUM_HEADS=32, DIM=128, STRETCH=512, BLOCK_D=128), num_warps=1)],
-    "sample_kernel": [Build(dict(BLOCK=4096), ("fp32",), 8, types=(("out", "*i64"),))],
+    "sample_kernel": [
+        Build(dict(BLOCK=4096, BY_SLOT=True), ("fp32",), 8, types=(("out", "*i64"),)),
+        Build(dict(BLOCK=4096, BY_SLOT=False), ("fp32",), 8, types=(("out", "*i64"),)),
+    ],
+    "read_slots_kernel": [
+        Build(dict(BLOCK=1024), _ALL, types=(("table", "*i32"), ("indices32", "*i32"))),
+    ],
+    "place_nodes_kernel": [Build(dict(BLOCK_N=n), num_warps=1, types=(("table", "*i32"),)) for n in (16, 64)],
+    "accept_kernel": [
+        Build(dict(BLOCK_N=n, BLOCK_W=16), num_warps=w, types=(("failed", "*i1"),))
+        for n, w in ((16, 1), (64, 4))
+    ],
+    "commit_kernel": [Build(dict(BLOCK_W=16), num_warps=1, types=(("table", "*i32"),))],
+    "keep_aux_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "candidate_scan_kernel": [Build(dict(BLOCK=64, COUNT=32), _ALL)],
     "candidate_select_kernel": [
         Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short), dtypes, 8)
@@ -125,11 +141,19 @@ BUILDS: dict[str, list[Build]] = {
     ],
     "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
     "best_candidates_kernel": [Build(dict(BLOCK_C=64, BLOCK_K=16), num_warps=2, types=(("k", "i32"),))],
+    "draft_rows_kernel": [
+        Build(dict(BLOCK=128), types=(("k", "i32"), ("lanes", "i32"), ("root_positions", "*i64")))
+    ],
+    "draft_input_kernel": [
+        Build(dict(PARENTS=p, NORMED=n, SIZE=4096, BLOCK=4096), _ALL, 8, types=(("k", "i32"),))
+        for p, n in ((False, False), (True, False), (True, True))
+    ],
     "grow_tree_kernel": [
         Build(dict(BLOCK_R=r, BLOCK_K=k), types=(("k", "i32"),)) for r, k in ((4, 4), (4, 16), (16, 16))
     ],
     "build_tree_kernel": [
-        Build(dict(COUNT=count, BLOCK_N=n)) for count, n in ((128, 16), (1024, 16), (1024, 64))
+        Build(dict(COUNT=count, BLOCK_N=n), types=(("nan", "*i1"),))
+        for count, n in ((128, 16), (1024, 16), (1024, 64))
     ],
     "move_kv_kernel": [Build(dict(GROUP=g, BLOCK_M=16, BLOCK_E=256)) for g in (9, 16)],
     "linear_invariant_kernel": [

@@ -137,7 +137,8 @@ def draw_all_positions_alike(monkeypatch):
     sample = engine_module.kernels.sample
 
     def wrong(*args):
-        return sample(*args[:-1], args[-1] * 0)
+        *settings, positions, slots = args
+        return sample(*settings, positions * 0, slots)
 
     monkeypatch.setattr(engine_module.kernels, "sample", wrong)
 

@@ -23,6 +23,7 @@ from tokenspeed.models import decoder
 from tokenspeed.spec.base import DraftTree
 from tokenspeed.spec.eagle4 import drafter
 from tokenspeed.spec.eagle4.drafter import EagleDrafter
+from tokenspeed.spec.eagle4.model import DraftModel
 from tokenspeed.spec.eagle4.tree import Expansion
 from tokenspeed.worker import engine as worker_engine
 from tokenspeed.worker.engine import Engine
@@ -84,8 +85,8 @@ def aux_of_the_next_layers(fault: Fault) -> None:
 def aux_of_the_node_before_the_last(fault: Fault) -> None:
     """The next round's root gets a_{t-2} in place of a_{t-1}."""
 
-    def changed(append_kept, self, slots, table, last_index, kept, valid, aux):
-        append_kept(self, slots, table, last_index, kept, valid, aux)
+    def changed(append_kept, self, slots, kept, target, indices, places, aux):
+        append_kept(self, slots, kept, target, indices, places, aux)
         node = kept.path.gather(1, (kept.count - 2).clamp(min=0)[:, None])[:, 0]
         self.state.aux[slots] = aux[torch.arange(len(slots)), node]
 
@@ -93,10 +94,10 @@ def aux_of_the_node_before_the_last(fault: Fault) -> None:
 
 
 def change_kept(fault: Fault, change: Callable) -> None:
-    """change(engine, slots, kept) -> what the rows of a round's kept tokens are made of."""
+    """change(kept) -> what the rows of a round's kept tokens are made of."""
 
-    def changed(append_kept, self, slots, table, last_index, kept, *rest):
-        append_kept(self, slots, table, last_index, change(self, slots, kept), *rest)
+    def changed(append_kept, self, slots, kept, *rest):
+        append_kept(self, slots, change(kept), *rest)
 
     fault.change(Engine, "_append_kept", changed)
 
@@ -107,7 +108,7 @@ def aux_of_kept_nodes_one_late(fault: Fault) -> None:
     def before(path):
         return torch.cat([path[:, :1], path[:, :-1]], 1)
 
-    change_kept(fault, lambda engine, slots, kept: replace(kept, path=before(kept.path)))
+    change_kept(fault, lambda kept: replace(kept, path=before(kept.path)))
 
 
 def prompt_rows_made_of_their_own_states(fault: Fault) -> None:
@@ -123,11 +124,9 @@ def prompt_rows_made_of_their_own_states(fault: Fault) -> None:
 def previous_token_appended(fault: Fault) -> None:
     """Rows of a round's kept tokens are made of x_{t-1} in place of x_t."""
 
-    def change(engine, slots, kept):
-        root = engine.state.last_tokens[slots][:, None]
-        return replace(kept, tokens=torch.cat([root, kept.tokens[:, :-1]], 1))
-
-    change_kept(fault, change)
+    roots = []
+    fault.change(worker_engine, "Frontier", lambda make, x, *rest: roots.append(x[:, None]) or make(x, *rest))
+    change_kept(fault, lambda kept: replace(kept, tokens=torch.cat([roots.pop(), kept.tokens[:, :-1]], 1)))
 
 
 def previous_token_fed_to_lanes(fault: Fault) -> None:
@@ -210,6 +209,7 @@ def lanes_written_one_place_early(fault: Fault) -> None:
 def rope_of_everything_off(fault: Fault) -> None:
     """RoPE knows distances only: with all rows moved alike nothing changes but rounding."""
     fault.change(EagleDrafter, "_rope", lambda rope, self, indices: rope(self, indices + 1))
+    rope_of_drafted_rows_off(fault)
 
 
 def rope_of_drafted_rows_off(fault: Fault) -> None:
@@ -235,10 +235,10 @@ def the_row_after_the_root_seen(fault: Fault) -> None:
 
 
 def state_of_the_lane_before(fault: Fault) -> None:
-    def changed(follow, state, lanes):
-        return follow(state, replace(lanes, parents=(lanes.parents - 1).clamp(min=0)))
+    def changed(layer, self, tokens, state, attn, parents=None):
+        return layer(self, tokens, state, attn, None if parents is None else (parents - 1).clamp(min=0))
 
-    fault.change(drafter, "_follow", changed)
+    fault.change(DraftModel, "layer", changed)
 
 
 def ancestors_of_the_lane_before(fault: Fault) -> None:

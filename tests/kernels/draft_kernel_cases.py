@@ -1,5 +1,6 @@
 """Cases of the drafting ops; see kernel_cases.py."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -7,6 +8,11 @@ import torch
 from tokenspeed.kernels import reference_draft as reference
 
 SHAPES = [(1, 1, 2), (4, 1, 5), (1, 4, 5), (3, 2, 4), (8, 4, 16), (5, 16, 64), (7, 10, 60)]
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    atol = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[got.dtype]
+    torch.testing.assert_close(got, want, atol=atol, rtol=atol)
 
 
 def case_top_candidates(fn: Callable, m) -> None:
@@ -111,3 +117,22 @@ def case_build_tree(fn: Callable, m) -> None:
             root = m.ints(0, 99, 3)
             got, want = (build(root, *candidates, nodes) for build in (fn, reference.build_tree))
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def case_draft_rows(fn: Callable, m) -> None:
+    last = m.tensor([7, 0, 1, 300], torch.int64)
+    for steps, k, _ in SHAPES:
+        got, want = fn(last, steps, k, 200), reference.draft_rows(last, steps, k, 200)
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def case_draft_input(fn: Callable, m) -> None:
+    for size in (24, 576):
+        table, gains = m.normal(50, size), (m.normal(size), m.normal(size))
+        tokens, parents = m.ints(0, 50, 6), m.ints(0, 4, 2, 3)
+        for (state, of), normed in itertools.product(
+            ((m.normal(6, size), None), (m.normal(8, size), parents)), (False, True)
+        ):
+            args = (tokens, table, state, of, *gains, 1e-5, normed)
+            for a, b in zip(fn(*args), reference.draft_input(*args), strict=True):
+                close(a, b)

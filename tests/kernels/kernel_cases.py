@@ -13,19 +13,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
-from kernels.draft_kernel_cases import (  # noqa: F401 (CASES finds them by name)
-    case_best_candidates,
-    case_build_tree,
-    case_grow_tree,
-    case_row_dots,
-    case_top_candidates,
-)
-from kernels.few_rows_cases import (  # noqa: F401
-    case_add_partials_rms_norm,
-    case_gate_up_silu,
-    case_linear_rows,
-    case_linear_sums,
-)
+from kernels import draft_kernel_cases, few_rows_cases, round_kernel_cases
 
 from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS
@@ -76,6 +64,8 @@ def case_rms_norm(fn: Callable, m: Maker) -> None:
     got = fn(heads, weight, 1e-6)
     assert got.is_contiguous()
     close(got, reference.rms_norm(heads, weight, 1e-6))
+    weight = m.normal(5, 24)
+    close(fn(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
     wide = m.normal(3, 64).float()  # the residual stream before the first layer
     got = fn(wide, weight := m.normal(64), 1e-5)
     assert got.dtype == m.dtype
@@ -100,6 +90,13 @@ def case_add_rms_norm(fn: Callable, m: Maker) -> None:
         assert got.dtype == m.dtype
         close(got, reference.add_rms_norm(x, other, weight, 1e-5))
         assert torch.equal(residual, other)
+
+
+def case_embed_rms_norm(fn: Callable, m: Maker) -> None:
+    ids, table, weight = m.ints(0, 9, 5), m.normal(9, 100), m.normal(100)
+    (residual, got), want = fn(ids, table, weight, 1e-5), reference.embed_rms_norm(ids, table, weight, 1e-5)
+    assert torch.equal(residual, want[0]) and residual.dtype == torch.float32 and got.dtype == m.dtype
+    close(got, want[1])
 
 
 def case_silu_and_mul(fn: Callable, m: Maker) -> None:
@@ -307,16 +304,18 @@ def case_sample(fn: Callable, m: Maker) -> None:
             assert torch.equal(fn(*inputs).cpu(), reference.sample(*[t.cpu() for t in inputs]))
     inputs = sample_inputs(m, 64)
     logits = inputs[0]
-    logits[:, ::3] = torch.nan
     logits[:, 1::3] = -torch.inf
-    logits[1] = torch.nan
     logits[0, [5, 11]] = torch.inf
+    logits[1] = torch.nan
     logits[3, :] = -torch.inf
     logits[4, :] = 1.5
-    logits[5, 10:] = torch.nan
+    logits[5, 63] = torch.nan
     got = fn(*inputs)
     assert torch.equal(got.cpu(), reference.sample(*[t.cpu() for t in inputs]))
-    assert got[0] == 5 and got[1] == got[3] == -1
+    assert got[0] == 5 and got[1] == got[3] == got[5] == -1
+    slots = m.tensor([3, 0, 6, 2], torch.int64)  # of six rows each
+    pairs = m.normal(24, 64, dtype=torch.float32), *inputs[1:6], m.ints(0, 99, 24), slots
+    assert torch.equal(fn(*pairs).cpu(), reference.sample(*[t.cpu() for t in pairs]))
 
 
 def case_move_kv(fn: Callable, m: Maker) -> None:
@@ -347,8 +346,9 @@ def case_linear_invariant(fn: Callable, m: Maker) -> None:
             assert torch.equal(fn(x[35 - rows :], weight, b), whole[35 - rows :])
 
 
+_PLACES = (globals(), vars(draft_kernel_cases), vars(few_rows_cases), vars(round_kernel_cases))
 CASES: dict[str, Callable] = {
-    name[5:]: fn for name, fn in list(globals().items()) if name.startswith("case_")
+    name[5:]: fn for place in _PLACES for name, fn in list(place.items()) if name.startswith("case_")
 }
 
 

@@ -206,7 +206,7 @@ def test_short_cuts_of_sampling_change_nothing(scale, monkeypatch):
 def test_sampling_of_degenerate_rows():
     nan, inf = math.nan, math.inf
     logits = torch.tensor(
-        [[nan, nan, nan], [-inf, nan, -inf], [nan, 1.0, 1.0], [inf, 2.0, nan], [0.0, -inf, nan]]
+        [[nan, nan, nan], [-inf, -inf, -inf], [nan, 1.0, 1.0], [inf, 2.0, -1.0], [0.0, -inf, -inf]]
     )
     args = lambda heat: (  # noqa: E731
         torch.full((5,), heat),
@@ -216,9 +216,8 @@ def test_sampling_of_degenerate_rows():
         torch.arange(5),
         torch.arange(5),
     )
-    assert reference.sample(logits, *args(0.0)).tolist() == [-1, -1, 1, 0, 0]
-    warm = reference.sample(logits, *args(1.0)).tolist()
-    assert warm[:2] == [-1, -1] and warm[2] in (1, 2) and warm[3:] == [0, 0]
+    assert reference.sample(logits, *args(0.0)).tolist() == [-1, -1, -1, 0, 0]
+    assert reference.sample(logits, *args(1.0)).tolist() == [-1, -1, -1, 0, 0]
 
 
 def test_noise_depends_on_seed_and_position_alone():

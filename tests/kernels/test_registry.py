@@ -8,7 +8,7 @@ import torch
 
 from tokenspeed import kernels
 from tokenspeed.errors import ConfigError
-from tokenspeed.kernels import reference, reference_draft, reference_few_rows, registry
+from tokenspeed.kernels import reference, reference_draft, reference_few_rows, reference_round, registry
 
 
 def test_defaults(monkeypatch):
@@ -30,11 +30,10 @@ def test_no_device_samples_greedily(monkeypatch, device, kernel):
 
 
 def test_every_op_has_a_function_and_a_reference():
+    every = vars(reference) | vars(reference_draft) | vars(reference_round) | vars(reference_few_rows)
     for op, impls in registry.OPS.items():
         assert callable(vars(kernels)[op])
-        assert (
-            impls["torch"].load() is (vars(reference) | vars(reference_draft) | vars(reference_few_rows))[op]
-        )
+        assert impls["torch"].load() is every[op]
 
 
 def test_forced(monkeypatch):

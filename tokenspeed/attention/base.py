@@ -60,3 +60,7 @@ class TreeRows:
     path_slots: Tensor | None = (
         None  # int64 [B, N, depth] slots of the row's path by depth, for batch invariance
     )
+    tail_slots: Tensor | None = (
+        None  # int64 [B * N] rows of all requests' side buffers, one after another, that the
+    )
+    # rows' K/V go to; None: to be worked out

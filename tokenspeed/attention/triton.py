@@ -56,7 +56,8 @@ class TreeAttention:
         self.first, self.tail, self.tail_start = first, tail, tail_start
         self.own = tail is None and rows.slots is not None
         self.masks = {w: own_tail_mask(rows, w) if self.own else rows.mask for w in set(windows)}
-        if tail is not None:
+        self.tail_slots = rows.tail_slots
+        if tail is not None and self.tail_slots is None:
             batch, nodes = rows.mask.shape
             lane = torch.arange(tail_start, tail_start + nodes, device=rows.mask.device)
             base = torch.arange(batch, device=rows.mask.device)[:, None] * tail[0].shape[1]
@@ -95,7 +96,8 @@ class TreeAttention:
         if rows.slots is not None:
             keys.flatten(0, 1).index_copy_(0, rows.slots, k)
             values.flatten(0, 1).index_copy_(0, rows.slots, v)
-        return tail_k, tail_v
+        count = self.tail_start + rows.mask.shape[1]  # nothing has been written behind
+        return tail_k[:, :count], tail_v[:, :count]
 
 
 class InvariantTreeAttention:

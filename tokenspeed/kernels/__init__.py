@@ -6,11 +6,21 @@ are contiguous in their last dimension; other strides are free unless said. `reg
 
 from torch import Tensor
 
+from tokenspeed.kernels.few_rows_ops import add_partials_rms_norm as add_partials_rms_norm
+from tokenspeed.kernels.few_rows_ops import gate_up_silu as gate_up_silu
+from tokenspeed.kernels.few_rows_ops import linear_rows as linear_rows
+from tokenspeed.kernels.few_rows_ops import linear_sums as linear_sums
 from tokenspeed.kernels.registry import Op
+from tokenspeed.kernels.round_ops import accept as accept
+from tokenspeed.kernels.round_ops import commit as commit
+from tokenspeed.kernels.round_ops import keep_aux as keep_aux
+from tokenspeed.kernels.round_ops import place_nodes as place_nodes
+from tokenspeed.kernels.round_ops import read_slots as read_slots
 from tokenspeed.kernels.rows import ChunkRows
 
 _rms_norm = Op("rms_norm")
 _add_rms_norm = Op("add_rms_norm")
+_embed_rms_norm = Op("embed_rms_norm")
 _silu_and_mul = Op("silu_and_mul")
 _rope_store_kv = Op("rope_store_kv")
 _prefill_attention = Op("prefill_attention")
@@ -19,10 +29,8 @@ _tree_attention_invariant = Op("tree_attention_invariant")
 _sample = Op("sample")
 _move_kv = Op("move_kv")
 _linear_invariant = Op("linear_invariant")
-_linear_rows = Op("linear_rows")
-_linear_sums = Op("linear_sums")
-_gate_up_silu = Op("gate_up_silu")
-_add_partials_rms_norm = Op("add_partials_rms_norm")
+_draft_rows = Op("draft_rows")
+_draft_input = Op("draft_input")
 _top_candidates = Op("top_candidates")
 _row_dots = Op("row_dots")
 _best_candidates = Op("best_candidates")
@@ -35,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [T, H], or [T, heads, H] with any strides, as for the norm of q or k.
-        weight: [H].
+        weight: [H], or [heads, H], a weight of each head's own.
 
     Returns:
         A new contiguous tensor of x's shape and the weight's dtype.
@@ -53,6 +61,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         [T, H] of the weight's dtype.
     """
     return _add_rms_norm[x.device.type](x, residual, weight, eps)
+
+
+def embed_rms_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows of a table as the residual stream begins, and rms_norm of them.
+
+    Args:
+        ids: int64 [T]. table: [V, H], contiguous. weight: [H].
+
+    Returns:
+        residual float32 [T, H], and its norm [T, H] of the weight's dtype.
+    """
+    return _embed_rms_norm[ids.device.type](ids, table, weight, eps)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -193,6 +213,7 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Draws one token a row, reproducibly: the noise of a token depends on (seed, position, token id) alone.
 
@@ -203,14 +224,14 @@ def sample(
     word token % 4.
 
     Args:
-        logits: float32 [R, V]; NaN is never chosen.
-        temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0: off.
-        seeds, positions: int64 [R].
+        logits: float32 [R, V].
+        temperature, top_p, min_p: float32 [S]. top_k: int32 [S], 0: off. seeds: int64 [S]. positions: int64 [R].
+        slots: int64 [B], whose settings each R / B rows, side by side, have; None: S = R, each row its own.
 
     Returns:
-        int64 [R]; -1 for a row whose logits are all NaN or -inf.
+        int64 [R]; -1 for a row that has failed: a NaN is among its logits, or all are -inf.
     """
-    return _sample[logits.device.type](logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return _sample[logits.device.type](logits, temperature, top_k, top_p, min_p, seeds, positions, slots)
 
 
 def move_kv(kv: Tensor, src: Tensor, dst: Tensor, group: int | None = None) -> None:
@@ -235,52 +256,43 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _linear_invariant[x.device.type](x, weight, bias)
 
 
-def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T for few rows, summed in float32.
+def draft_rows(
+    last_indices: Tensor, steps: int, k: int, num_positions: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where the rows of B draft trees stand: one root each, then K lanes a step. A row of index t has position t - 1.
 
     Args:
-        x: [T, K]. weight: [N, K], of x's dtype.
+        last_indices: int64 [B] of the roots. num_positions: of the RoPE table, which bounds positions.
 
     Returns:
-        [T, N] of x's dtype.
+        Keys that are in the pages int32 [B]; the roots' positions int64 [B]; of the lanes, int64 [S - 1, B, K] each:
+        indices, positions, and rows in a side buffer of (S - 1) K rows a request.
     """
-    return _linear_rows[x.device.type](x, weight)
+    return _draft_rows[last_indices.device.type](last_indices, steps, k, num_positions)
 
 
-def linear_sums(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T for few rows, as sums over S consecutive parts of K, which `add_partials_rms_norm` adds.
+def draft_input(
+    tokens: Tensor,
+    table: Tensor,
+    state: Tensor,
+    parents: Tensor | None,
+    token_gain: Tensor,
+    state_gain: Tensor,
+    eps: float,
+    normed: bool,
+) -> tuple[Tensor, Tensor]:
+    """What a draft layer reads: rms_norm of tokens' embeddings beside rms_norm of states.
 
     Args:
-        x: [T, K]. weight: [N, K], of x's dtype.
+        tokens: int64 [T]. table: [V, H]. state: [Q, H]; parents: int64 [B, K], T = B K: which of its request's Q / B
+            rows of `state` each row has; None: Q = T, each its own. token_gain, state_gain: [H], of the two norms.
 
     Returns:
-        float32 [S, T, N], contiguous; S is the kernel's choice and depends on N and K alone.
+        [T, 2 H]; and a row's state [T, H], `normed` or as it is, to be overwritten (without parents perhaps `state`).
     """
-    return _linear_sums[x.device.type](x, weight)
-
-
-def gate_up_silu(x: Tensor, weight: Tensor) -> Tensor:
-    """silu_and_mul(x @ weight.T) for few rows, rounded once, at the end.
-
-    Args:
-        x: [T, K]. weight: [2 I, K] of x's dtype, gate's rows first.
-
-    Returns:
-        [T, I] of x's dtype.
-    """
-    return _gate_up_silu[x.device.type](x, weight)
-
-
-def add_partials_rms_norm(partials: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """add_rms_norm of the sum of partial sums, which are added in their order.
-
-    Args:
-        partials: float32 [S, T, H], contiguous. residual: [T, H], overwritten. weight: [H].
-
-    Returns:
-        [T, H] of the weight's dtype.
-    """
-    return _add_partials_rms_norm[residual.device.type](partials, residual, weight, eps)
+    return _draft_input[tokens.device.type](
+        tokens, table, state, parents, token_gain, state_gain, eps, normed
+    )
 
 
 def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -338,7 +350,7 @@ def grow_tree(
 
 def build_tree(
     root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keeps the N - 1 best candidates of each tree and numbers them depth-first, the best child first.
 
     Args:
@@ -346,6 +358,7 @@ def build_tree(
             number than its child, and no lower score. nodes: N, at most 64.
 
     Returns:
-        tokens, parents, depths and masks (bit j: node j is an ancestor, or the node itself): int64 [B, N].
+        tokens, parents, depths and masks (bit j: node j is an ancestor, or the node itself): int64 [B, N]; bool [B],
+        whether a candidate's score is -inf, which nothing but NaN makes of the best log-probabilities.
     """
     return _build_tree[root.device.type](root, tokens, scores, parents, nodes)

@@ -12,6 +12,7 @@ from tokenspeed.kernels.rows import ChunkRows
 
 __all__ = [
     "add_rms_norm",
+    "embed_rms_norm",
     "linear_invariant",
     "move_kv",
     "prefill_attention",
@@ -27,11 +28,16 @@ __all__ = [
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # Without its weight F.rms_norm rounds before the product, as transformers' Llama does; with it, after.
-    return (F.rms_norm(x, weight.shape, None, eps) * weight).to(weight.dtype)
+    return (F.rms_norm(x, weight.shape[-1:], None, eps) * weight).to(weight.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(residual.add_(x), weight, eps)
+
+
+def embed_rms_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual = F.embedding(ids, table).float()
+    return residual, rms_norm(residual, weight, eps)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -7,7 +7,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenspeed.kernels.reference import rms_norm
+
 DOUBLINGS = 5  # of a step upwards: a tree has at most 16 levels below its root
+
+
+def draft_rows(
+    last_indices: Tensor, steps: int, k: int, num_positions: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, device = len(last_indices), last_indices.device
+    later = torch.arange(1, steps, device=device)[:, None, None]
+    indices = (last_indices[:, None] + later).expand(-1, -1, k).contiguous()
+    root, positions = ((x - 1).clamp(0, num_positions - 1) for x in (last_indices, indices))
+    requests = torch.arange(batch, device=device)[:, None] * ((steps - 1) * k)
+    lanes = torch.arange(k, device=device)
+    return (last_indices + 1).to(torch.int32), root, indices, positions, requests + (later - 1) * k + lanes
+
+
+def draft_input(
+    tokens: Tensor,
+    table: Tensor,
+    state: Tensor,
+    parents: Tensor | None,
+    token_gain: Tensor,
+    state_gain: Tensor,
+    eps: float,
+    normed: bool,
+) -> tuple[Tensor, Tensor]:
+    if parents is not None:
+        rows = state.view(len(parents), -1, state.shape[1])
+        state = rows.gather(1, parents[:, :, None].expand(-1, -1, state.shape[1])).flatten(0, 1)
+    hidden = rms_norm(state, state_gain, eps)
+    x = torch.cat([rms_norm(F.embedding(tokens, table), token_gain, eps), hidden], -1)
+    return x, hidden if normed else state
 
 
 def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +93,7 @@ def grow_tree(
 
 def build_tree(
     root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]  # parents come first
     rank = torch.zeros_like(tokens)  # of a candidate, counted from 1; the root has 0
     ranks = torch.arange(1, nodes, device=root.device).expand_as(kept)
@@ -80,7 +112,7 @@ def build_tree(
 
     ordered = torch.cat([root[:, None], tokens.gather(1, kept)], 1)
     by_rank = (ordered, place.gather(1, above), lineage.sum(2) - 1, (lineage << place[:, None]).sum(2))
-    return tuple(torch.empty_like(x).scatter_(1, place, x) for x in by_rank)
+    return *(torch.empty_like(x).scatter_(1, place, x) for x in by_rank), scores.amin(1) == -torch.inf
 
 
 def _lineage(parents: Tensor, numbers: Tensor) -> Tensor:

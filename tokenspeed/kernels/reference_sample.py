@@ -21,18 +21,23 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """See `tokenspeed.kernels.sample`."""
-    logits = logits.nan_to_num(nan=-torch.inf, posinf=_HUGE, neginf=-torch.inf)
-    tokens = _argmax(logits)
-    empty = logits.gather(1, tokens[:, None])[:, 0] == -torch.inf
-    rows = ((temperature >= GREEDY_BELOW) & ~empty).nonzero()[:, 0]
-    if len(rows) == len(tokens):
-        return _draw(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    settings = [temperature, top_k, top_p, min_p, seeds]
+    if slots is not None:
+        of_rows = slots.repeat_interleave(len(logits) // max(len(slots), 1))
+        settings = [t[of_rows] for t in settings]
+    tokens = _argmax(logits)  # a NaN's place, where there is one
+    best = logits.gather(1, tokens[:, None])[:, 0]
+    failed = best.isnan() | (best == -torch.inf)
+    rows = ((settings[0] >= GREEDY_BELOW) & ~failed).nonzero()[:, 0]
     if len(rows):
-        settings = (t[rows] for t in (temperature, top_k, top_p, min_p, seeds, positions))
-        tokens[rows] = _draw(logits[rows], *settings)
-    return tokens.masked_fill_(empty, -1)
+        every = len(rows) == len(tokens)
+        args = [*settings, positions] if every else [t[rows] for t in (*settings, positions)]
+        drawn = _draw((logits if every else logits[rows]).clamp(max=_HUGE), *args)
+        tokens = drawn if every else tokens.index_copy_(0, rows, drawn)
+    return tokens.masked_fill_(failed, -1)
 
 
 def _draw(

@@ -48,6 +48,7 @@ OPS: dict[str, dict[str, Impl]] = {
     for op, module in (
         ("rms_norm", "norm"),
         ("add_rms_norm", "norm"),
+        ("embed_rms_norm", "norm"),
         ("silu_and_mul", "activation"),
         ("rope_store_kv", "rope"),
         ("prefill_attention", "prefill_attention"),
@@ -61,6 +62,8 @@ OPS: dict[str, dict[str, Impl]] = {
 OPS |= {
     op: {"triton": _triton(module, op), "torch": _torch(op, "reference_draft")}
     for op, module in (
+        ("draft_rows", "draft_rows"),
+        ("draft_input", "draft_rows"),
         ("top_candidates", "candidates"),
         ("row_dots", "candidates"),
         ("best_candidates", "candidates"),
@@ -83,6 +86,10 @@ OPS |= {
         ("gate_up_silu", "few_rows"),
         ("add_partials_rms_norm", "norm"),
     )
+}
+OPS |= {
+    op: {"triton": _triton("round", op), "torch": _torch(op, "reference_round")}
+    for op in ("read_slots", "place_nodes", "accept", "commit", "keep_aux")
 }
 # CUDA C++ kernels come behind Triton until they are measured to be faster: TOKENSPEED_KERNELS asks for them.
 OPS["add_rms_norm"]["cuda"] = Impl(

@@ -42,6 +42,11 @@ class RMSNorm:
             return kernels.add_partials_rms_norm(x, residual, self.weight, self.eps)
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
+    @property
+    def rounded(self) -> bool:
+        """Whether results are those of the ops of `kernels`."""
+        return self._eps is None
+
     def params(self, prefix: str) -> Params:
         return {f"{prefix}weight": Param(self.weight, tuple(self.weight.shape))}
 

@@ -6,6 +6,7 @@ two fifths of the rounding noise of a pass (docs/exactness.md).
 
 from torch import Tensor
 
+from tokenspeed import kernels
 from tokenspeed.attention.base import Attention
 from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.embedding import Embedding, Head, VocabTable
@@ -94,11 +95,9 @@ class Decoder:
             hidden [T, H] after the final norm; aux [T, len(aux_layers) * H], side by side in the order asked
             for (None when none was).
         """
-        embedded = self.embedding.apply(input_ids)
-        residual = embedded.float()
+        residual, x = self._input(input_ids)
         rows, width = residual.shape
-        aux = embedded.new_empty(rows, len(aux_layers), width) if aux_layers else None
-        x = self.layers[0].input_norm.apply(residual)
+        aux = x.new_empty(rows, len(aux_layers), width) if aux_layers else None
         for i, layer in enumerate(self.layers):
             after = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
             x = after.add_apply(layer.apply(i, x, residual, attn), residual)
@@ -107,6 +106,14 @@ class Decoder:
         for j in _places(len(self.layers), aux_layers):
             aux[:, j] = x
         return x, None if aux is None else aux.view(rows, -1)
+
+    def _input(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [T] -> the residual stream and the first layer's norm of it."""
+        table, norm = self.embedding.table, self.layers[0].input_norm
+        if table.tp.size == 1 and norm.rounded:
+            return kernels.embed_rms_norm(input_ids, table.weight, norm.weight, norm.eps)
+        residual = self.embedding.apply(input_ids).float()
+        return residual, norm.apply(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] after the final norm -> float32 [R, V]."""

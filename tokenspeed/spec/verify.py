@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from tokenspeed import kernels
 from tokenspeed.spec.base import DraftTree
 
 
@@ -14,8 +14,10 @@ class Accepted:
 
     path: Tensor  # int64 [B, W] kept nodes by depth, the root first; from `count` on the last kept node again
     count: Tensor  # int64 [B] emitted tokens, 1 to W: one for each kept node
-    tokens: Tensor  # int64 [B, W] emitted tokens, the target's sample at each node of `path`
-    last: Tensor  # int64 [B] the last emitted token
+    tokens: (
+        Tensor  # int64 [B, W] emitted tokens, the target's sample at each node of `path`; 0 for a failed one
+    )
+    failed: Tensor  # bool [B] the draw at the last kept node failed
 
 
 def accept(tree: DraftTree, sampled: Tensor, steps: int | None = None) -> Accepted:
@@ -33,24 +35,7 @@ def accept(tree: DraftTree, sampled: Tensor, steps: int | None = None) -> Accept
     Returns:
         Accepted. No host sync; shapes depend on no data.
     """
-    batch, num_nodes = tree.tokens.shape
-    nodes = torch.arange(num_nodes, device=sampled.device)
-    drawn = sampled.gather(1, tree.parents)
-    matches = (tree.tokens == drawn) & (drawn >= 0)
-    # An earlier sibling with the same token takes the match.
-    same = (tree.parents[:, :, None] == tree.parents[:, None]) & matches[:, :, None] & matches[:, None]
-    first = ~(same & (nodes[None, :] < nodes[:, None]) & (nodes > 0)).any(2)
-    matches = (matches & first) | (nodes == 0)
-    # Kept: every ancestor matches, the node too. Bit j of `matched` says that node j does.
-    bits = torch.ones_like(nodes) << nodes
-    matched = torch.where(matches, bits, 0).sum(1, keepdim=True)
-    kept = (tree.mask & ~matched) == 0
-    count = kept.sum(1)
-
+    num_nodes = tree.tokens.shape[1]
     width = min(num_nodes - 1 if steps is None else steps, num_nodes - 1) + 1
-    # At most one node of a depth is kept; the others go to a spare place.
-    places = torch.where(kept, tree.depths.clamp(max=width), width)
-    path = torch.zeros(batch, width + 1, dtype=torch.int64, device=sampled.device)
-    path = path.scatter_(1, places, nodes.expand(batch, -1))[:, :width].cummax(1).values
-    tokens = sampled.gather(1, path)
-    return Accepted(path, count, tokens, tokens[:, -1])
+    found = kernels.accept(tree.tokens, tree.parents, tree.depths, tree.mask, sampled, width)
+    return Accepted(*found)

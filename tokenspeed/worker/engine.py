@@ -18,7 +18,7 @@ from tokenspeed.config import Shape
 from tokenspeed.models.decoder import Decoder
 from tokenspeed.sampling.edits import LogitEdits
 from tokenspeed.spec.base import Drafter, DraftTree, Frontier
-from tokenspeed.spec.verify import accept
+from tokenspeed.spec.verify import Accepted, accept
 from tokenspeed.structured.matchers import Asked, Matchers
 from tokenspeed.worker.state import SamplingState, SlotState
 
@@ -67,6 +67,10 @@ class Engine:
         pages = pool.num_pages
         # Aux states of each page's last token, so that the first draft row after a prefix hit can be made.
         self.page_aux = torch.zeros(pages, state.aux.shape[1], dtype=state.aux.dtype, device=state.device)
+        # Of plain rounds' trees: parents and depths, masks.
+        self._zeros, self._ones = torch.arange(2, device=state.device)[:, None, None].repeat(
+            1, state.num_slots + 1, 1
+        )
 
     # ---- decode
 
@@ -81,27 +85,23 @@ class Engine:
             slots: int64 [B]. host_slots: the same, for rows with logit edits or a matcher; empty under capture.
             shape: the tree, or None for a plain round. max_len: host bound on the rows' lengths.
         """
-        state = self.state
-        last_index = state.lengths[slots] - 1  # t
-        table = state.block_table[slots]
-        last_tokens = state.last_tokens[slots]
+        state, size = self.state, self.state.page_size
+        aux = None if self.drafter is None else state.aux
+        last_tokens, last_index, prefix_lens, table, aux = kernels.read_slots(
+            slots, state.last_tokens, state.lengths, state.block_table, aux
+        )
         if shape is None or self.drafter is None:
-            tree = _root(last_tokens)
+            tree = self._root(last_tokens)
         else:
-            tree = self.drafter.propose(
-                Frontier(last_tokens, state.aux[slots], last_index, table, max_len), shape
-            )
+            tree = self.drafter.propose(Frontier(last_tokens, aux, last_index, table, max_len), shape)
         asked = self.matchers.ask(host_slots, tree.tokens, tree.parents)
-        num_nodes = tree.tokens.shape[1]
-        nodes = torch.arange(num_nodes, device=slots.device)
-        indices = last_index[:, None] + nodes
-        positions = last_index[:, None] + tree.depths
-        kv_slots = state.kv_slots(table, indices)
+        batch, num_nodes = tree.tokens.shape
+        positions, next_positions, kv_slots = kernels.place_nodes(last_index, tree.depths, table, size)
         rows = TreeRows(
             positions=positions.flatten(),
             slots=kv_slots.flatten(),
             block_table=table,
-            prefix_lens=last_index.to(torch.int32),
+            prefix_lens=prefix_lens,
             mask=tree.mask,
             indices=positions,
             max_prefix=max_len,
@@ -111,46 +111,47 @@ class Engine:
         hidden, aux = self.model.forward(
             tree.tokens.flatten(), rows.positions, self.backend.tree(self.pool, rows), self.aux_layers
         )
-        logits = self.model.logits(hidden).view(len(slots), num_nodes, -1)
-        sampled, failed = self._sample(logits, slots, host_slots, tree, positions + 1, asked)
+        logits = self.model.logits(hidden).view(batch, num_nodes, -1)
+        sampled = self._sample(logits, slots, host_slots, tree, next_positions, asked)
         kept = accept(tree, sampled, None if shape is None else shape.steps)
-        width = kept.path.shape[1]
-        steps = torch.arange(width, device=slots.device)
-        valid = steps < kept.count[:, None]
+        source, target, indices, places = kernels.commit(
+            slots,
+            last_index,
+            table,
+            kv_slots,
+            kept.path,
+            kept.count,
+            kept.tokens,
+            state.last_tokens,
+            state.lengths,
+            size,
+        )
         if num_nodes > 1:
-            source = kv_slots.gather(1, kept.path)
-            target = torch.where(valid, kv_slots[:, :width], source)
-            kernels.move_kv(self.pool.flat(), source.flatten(), target.flatten(), width)
+            kernels.move_kv(self.pool.flat(), source.flatten(), target.flatten(), source.shape[1])
         if self.drafter is not None:
-            self._append_kept(slots, table, last_index, kept, valid, aux.view(len(slots), num_nodes, -1))
-        state.last_tokens[slots] = kept.last
-        state.lengths[slots] += kept.count
-        state.lengths[state.dummy :].fill_(2)
-        failed = failed.gather(1, kept.path).any(1)
+            self._append_kept(slots, kept, target, indices, places, aux.view(batch, num_nodes, -1))
+        failed = kept.failed
         if tree.nan is not None:  # in the same tensor, so that it costs no copy of its own
-            failed = failed | tree.nan * DRAFT_NAN
+            failed = failed.view(torch.int8).add(tree.nan.view(torch.int8), alpha=DRAFT_NAN)
         if host_slots:
             self.edits.count(host_slots, kept.tokens, kept.count)
             self.matchers.count(host_slots, kept.tokens, kept.count)
         return RoundResult(kept.tokens, kept.count, failed, logits, kept.path)
 
     def _append_kept(
-        self, slots: Tensor, table: Tensor, last_index: Tensor, kept, valid: Tensor, aux: Tensor
+        self, slots: Tensor, kept: Accepted, target: Tensor, indices: Tensor, places: Tensor, aux: Tensor
     ) -> None:
         """Draft K/V of the emitted tokens; aux states of the last one and of pages that the kept path fills."""
-        width = valid.shape[1]
-        steps = torch.arange(width, device=slots.device)
-        path_aux = aux.gather(1, kept.path[:, :, None].expand(-1, -1, aux.shape[2]))  # a_t .. of kept nodes
-        indices = last_index[:, None] + 1 + steps  # of the emitted tokens
-        rows = torch.where(valid, self.state.kv_slots(table, indices), 0)
-        self.drafter.append(kept.tokens.flatten(), path_aux.flatten(0, 1), indices.flatten(), rows.flatten())
-        self.state.aux[slots] = path_aux.gather(
-            1, (kept.count - 1)[:, None, None].expand(-1, 1, aux.shape[2])
-        ).squeeze(1)
-        places = self.state.kv_slots(table, indices - 1)
-        size = self.state.page_size
-        pages = torch.where(valid & (places % size == size - 1), places // size, 0)
-        self.page_aux[pages.flatten()] = path_aux.flatten(0, 1)
+        state = self.state
+        aux = kernels.keep_aux(
+            aux, slots, kept.path, kept.count, target, state.aux, self.page_aux, state.page_size
+        )
+        self.drafter.append(kept.tokens.flatten(), aux.flatten(0, 1), indices.flatten(), places.flatten())
+
+    def _root(self, tokens: Tensor) -> DraftTree:
+        """Trees of the root alone: plain decoding."""
+        zeros = self._zeros[: len(tokens)]
+        return DraftTree(tokens[:, None], zeros, zeros, self._ones[: len(tokens)])
 
     # ---- prefill
 
@@ -184,12 +185,10 @@ class Engine:
         if not host_slots:
             return PrefillResult(ends, ends.bool(), logits, hidden)
         positions = rows.positions[end_rows] + 1
-        tree = _root(state.last_tokens[end_slots])
+        tree = self._root(state.last_tokens[end_slots])
         asked = self.matchers.ask(host_slots, tree.tokens, tree.parents)
-        sampled, failed = self._sample(
-            logits[:, None], end_slots, host_slots, tree, positions[:, None], asked
-        )
-        sampled = sampled[:, 0]
+        sampled = self._sample(logits[:, None], end_slots, host_slots, tree, positions[:, None], asked)[:, 0]
+        failed, sampled = sampled < 0, sampled.clamp(min=0)
         state.last_tokens[end_slots] = sampled
         state.lengths[end_slots] = positions + 1
         if self.drafter is not None:
@@ -197,7 +196,7 @@ class Engine:
             self.drafter.append(sampled, aux[end_rows], positions, places)
         self.edits.count(host_slots, sampled[:, None], torch.ones_like(sampled))
         self.matchers.count(host_slots, sampled[:, None], torch.ones_like(sampled))
-        return PrefillResult(sampled, failed[:, 0], logits, hidden)
+        return PrefillResult(sampled, failed, logits, hidden)
 
     def _append_prompt(
         self, tokens: Tensor, rows: PrefillRows, slots: Tensor, aux: Tensor, last_rows: Tensor
@@ -227,32 +226,21 @@ class Engine:
         tree: DraftTree,
         positions: Tensor,
         asked: Asked | None,
-    ) -> tuple[Tensor, Tensor]:
-        """logits [B, N, V] -> tokens int64 [B, N] (0 where nothing can be drawn), failed bool [B, N]."""
+    ) -> Tensor:
+        """logits [B, N, V] -> tokens int64 [B, N], -1 where the logits are NaN or nothing can be drawn."""
         batch, num_nodes, vocab = logits.shape
-        failed = logits.amax(-1).isnan()
         edited = self.edits.apply(logits, host_slots, tree.tokens, tree.mask, positions)
         if asked is not None:
             edited = logits.clone() if edited is logits else edited
             self.matchers.apply(asked, edited)
         params = self.sampling
-
-        def per_node(values: Tensor) -> Tensor:
-            return values[slots].repeat_interleave(num_nodes)
-
-        sampled = kernels.sample(
+        return kernels.sample(
             edited.view(batch * num_nodes, vocab),
-            per_node(params.temperature),
-            per_node(params.top_k),
-            per_node(params.top_p),
-            per_node(params.min_p),
-            per_node(params.seeds),
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seeds,
             positions.flatten(),
+            slots,
         ).view(batch, num_nodes)
-        return sampled.clamp(min=0), failed | (sampled < 0)
-
-
-def _root(tokens: Tensor) -> DraftTree:
-    """Trees of the root alone: plain decoding."""
-    zeros = torch.zeros_like(tokens)[:, None]
-    return DraftTree(tokens[:, None], zeros, zeros, zeros + 1)

@@ -6,6 +6,7 @@ The last row is the dummy slot of padding rows. Its block table holds only the d
 import torch
 from torch import Tensor
 
+from tokenspeed.kernels.reference_round import page_slots
 from tokenspeed.params import SamplingParams
 
 MAX_OVERHANG = 64  # nodes of a tree, which may lie past the context limit
@@ -68,8 +69,7 @@ class SlotState:
         Returns:
             int64 [B, n]; in the dummy page for indices without a page.
         """
-        columns = (indices // self.page_size).clamp(max=self.num_columns - 1)
-        return table.gather(1, columns).long() * self.page_size + indices % self.page_size
+        return page_slots(table, indices, self.page_size)
 
 
 class SamplingState:

@@ -86,6 +86,7 @@ def build_tree_kernel(
     parents,
     depths,
     mask,
+    nan,
     total,
     nodes,
     COUNT: tl.constexpr,
@@ -96,6 +97,7 @@ def build_tree_kernel(
     every = tl.arange(0, COUNT)
     scores = all_scores + request * total
     mine = tl.load(scores + every, every < total, float("-inf"))
+    tl.store(nan + request, tl.max(((mine == float("-inf")) & (every < total)).to(tl.int32), 0) != 0)
     rank = tl.zeros((COUNT,), tl.int32)  # how many candidates come before
     for start in range(0, COUNT, 16):
         other = start + tl.arange(0, 16)
@@ -191,13 +193,14 @@ def grow_tree(
 
 def build_tree(
     root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `tokenspeed.kernels.build_tree`."""
     batch, total = tokens.shape
     block = 16 if nodes <= 16 else 64
     ranks = torch.empty((batch, total), dtype=torch.int32, device=root.device)
     scratch = torch.empty((batch, 3, block), dtype=torch.int64, device=root.device)
     found = [torch.empty((batch, nodes), dtype=torch.int64, device=root.device) for _ in range(4)]
+    found.append(torch.empty(batch, dtype=torch.bool, device=root.device))
     build_tree_kernel[(batch,)](
         root,
         tokens,

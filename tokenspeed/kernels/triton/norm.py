@@ -11,7 +11,16 @@ from tokenspeed.kernels.triton.pdl import launch_options
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, out, inner, stride_outer, stride_inner, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    out,
+    inner,
+    stride_outer,
+    stride_inner,
+    stride_weight,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -20,7 +29,7 @@ def rms_norm_kernel(
         tl.float32
     )
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
-    gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    gain = tl.load(weight + row % inner * stride_weight + cols, inside, 0.0).to(tl.float32)
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
@@ -78,6 +87,18 @@ def add_partials_rms_norm_kernel(
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
 
+@triton.jit
+def embed_rms_norm_kernel(ids, table, weight, residual, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < SIZE
+    gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
+    values = tl.load(table + tl.load(ids + row) * SIZE + cols, inside, 0.0).to(tl.float32)
+    tl.store(residual + row * SIZE + cols, values, inside)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
+    tl.store(out + row * SIZE + cols, (values * scale * gain).to(out.dtype.element_ty), inside)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `tokenspeed.kernels.rms_norm`."""
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
@@ -87,7 +108,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     inner, stride_inner = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
     block = triton.next_power_of_2(size)
     rms_norm_kernel[(x.numel() // size,)](
-        x, weight, out, inner, x.stride(0), stride_inner, eps, SIZE=size, BLOCK=block, num_warps=_warps(block)
+        x,
+        weight,
+        out,
+        inner,
+        x.stride(0),
+        stride_inner,
+        weight.stride(0) if weight.dim() > 1 else 0,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=num_warps(block),
     )
     return out
 
@@ -108,7 +139,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
             eps,
             SIZE=size,
             BLOCK=block,
-            num_warps=_warps(block),
+            num_warps=num_warps(block),
         )
     return out
 
@@ -133,7 +164,7 @@ def add_partials_rms_norm(
             PDL=pdl,
             SIZE=size,
             BLOCK=block,
-            num_warps=_warps(block),
+            num_warps=num_warps(block),
             **launch_options(pdl),
         )
     return out
@@ -144,5 +175,20 @@ def add_partials_rms_norm_pdl(partials: Tensor, residual: Tensor, weight: Tensor
     return add_partials_rms_norm(partials, residual, weight, eps, pdl=True)
 
 
-def _warps(block: int) -> int:
+def embed_rms_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `tokenspeed.kernels.embed_rms_norm`."""
+    rows, size = len(ids), table.shape[1]
+    residual = torch.empty((rows, size), dtype=torch.float32, device=table.device)
+    out = torch.empty((rows, size), dtype=weight.dtype, device=table.device)
+    if not table.is_contiguous():
+        raise ValueError("embed_rms_norm needs a contiguous table")
+    if rows:
+        block = triton.next_power_of_2(size)
+        embed_rms_norm_kernel[(rows,)](
+            ids, table, weight, residual, out, eps, SIZE=size, BLOCK=block, num_warps=num_warps(block)
+        )
+    return residual, out
+
+
+def num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)

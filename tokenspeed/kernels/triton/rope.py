@@ -8,19 +8,6 @@ _BLOCK_H = 8  # heads a program
 
 
 @triton.jit
-def _rotate(base, heads, cos, sin, half, HALF: tl.constexpr, DIM: tl.constexpr, num_heads):
-    """Rotates heads in place and returns both halves as stored."""
-    inside = (heads < num_heads)[:, None] & (half < HALF)[None, :]
-    at = base + heads[:, None] * DIM + half[None, :]
-    first, second = tl.load(at, inside, 0.0), tl.load(at + HALF, inside, 0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    a, b = (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
-    tl.store(at, a, inside)
-    tl.store(at + HALF, b, inside)
-    return a, b, inside
-
-
-@triton.jit
 def rope_store_kv_kernel(
     q,
     k,
@@ -42,27 +29,46 @@ def rope_store_kv_kernel(
 ):
     DIM: tl.constexpr = 2 * HALF
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    # Whatever needs no other load comes before what does, and all loads before the first store: two waits in all.
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     half = tl.arange(0, BLOCK_D)
     position = tl.load(positions + row)
-    cos = tl.load(cos_sin + position * DIM + half, half < HALF, 0.0)[None, :]
-    sin = tl.load(cos_sin + position * DIM + HALF + half, half < HALF, 0.0)[None, :]
     if block < Q_BLOCKS:
         heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        _rotate(q + row * stride_q, heads, cos, sin, half, HALF, DIM, NUM_HEADS)
+        inside = (heads < NUM_HEADS)[:, None] & (half < HALF)[None, :]
+        at = q + row * stride_q + heads[:, None] * DIM + half[None, :]
+        first, second = tl.load(at, inside, 0.0), tl.load(at + HALF, inside, 0.0)
+        first, second = _rotate(first, second, cos_sin, position, half, HALF)
+        tl.store(at, first, inside)
+        tl.store(at + HALF, second, inside)
     else:
         heads = (block - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
-        a, b, inside = _rotate(k + row * stride_k, heads, cos, sin, half, HALF, DIM, NUM_KV_HEADS)
+        inside = (heads < NUM_KV_HEADS)[:, None] & (half < HALF)[None, :]
+        offset = heads[:, None] * DIM + half[None, :]
+        at = k + row * stride_k + offset
+        first, second = tl.load(at, inside, 0.0), tl.load(at + HALF, inside, 0.0)
         if STORE:
-            offset = heads[:, None] * DIM + half[None, :]
             target = tl.load(slots + row) * (NUM_KV_HEADS * DIM) + offset
-            tl.store(k_cache + target, a.to(k_cache.dtype.element_ty), inside)
-            tl.store(k_cache + target + HALF, b.to(k_cache.dtype.element_ty), inside)
             source = v + row * stride_v + offset
-            first, second = tl.load(source, inside, 0.0), tl.load(source + HALF, inside, 0.0)
-            tl.store(v_cache + target, first.to(v_cache.dtype.element_ty), inside)
-            tl.store(v_cache + target + HALF, second.to(v_cache.dtype.element_ty), inside)
+            value, other = tl.load(source, inside, 0.0), tl.load(source + HALF, inside, 0.0)
+        first, second = _rotate(first, second, cos_sin, position, half, HALF)
+        tl.store(at, first, inside)
+        tl.store(at + HALF, second, inside)
+        if STORE:
+            tl.store(k_cache + target, first.to(k_cache.dtype.element_ty), inside)
+            tl.store(k_cache + target + HALF, second.to(k_cache.dtype.element_ty), inside)
+            tl.store(v_cache + target, value.to(v_cache.dtype.element_ty), inside)
+            tl.store(v_cache + target + HALF, other.to(v_cache.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rotate(first, second, cos_sin, position, half, HALF: tl.constexpr):
+    """Both halves of heads [heads, HALF], rotated."""
+    cos = tl.load(cos_sin + position * (2 * HALF) + half, half < HALF, 0.0)[None, :]
+    sin = tl.load(cos_sin + position * (2 * HALF) + HALF + half, half < HALF, 0.0)[None, :]
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
 def rope_store_kv(

@@ -15,9 +15,8 @@ _BLOCK = 4096
 
 @triton.jit
 def _load(row, cols, vocab, factor):
-    """logits * factor with NaN as -inf and +inf as the largest finite value used."""
-    x = tl.load(row + cols, cols < vocab, float("-inf"))
-    x = tl.where(x == x, tl.minimum(x, 3e38), float("-inf"))
+    """logits * factor of a row without NaN, with +inf as the largest finite value used."""
+    x = tl.minimum(tl.load(row + cols, cols < vocab, float("-inf")), 3e38)
     return tl.minimum(x * factor, 3e38)
 
 
@@ -119,39 +118,48 @@ def sample_kernel(
     min_p,
     seeds,
     positions,
+    slots,
     out,
     stride,
     vocab,
+    group,
+    BY_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
+    slot = index
+    if BY_SLOT:
+        slot = tl.load(slots + index // group)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 2147483647, tl.int32)
+    nan = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = _load(row, cols, vocab, 1.0)
+        x = tl.load(row + cols, cols < vocab, float("-inf"))
+        nan |= (x != x).to(tl.int32)
+        x = tl.minimum(x, 3e38)
         better = x > best
         best, token = tl.where(better, x, best), tl.where(better, cols, token)
     top = tl.max(best, 0)
     choice = tl.min(tl.where(best == top, token, 2147483647), 0)
-    heat = tl.load(temperature + index)
-    if top == float("-inf"):
+    heat = tl.load(temperature + slot)
+    if (top == float("-inf")) | (tl.max(nan, 0) > 0):
         choice = tl.full([], -1, tl.int32)
     elif heat >= 1e-5:
         factor = tl.div_rn(1.0, heat)
         peak = tl.minimum(top * factor, 3e38)
         edge = tl.full([], -2147483648, tl.int32)
-        k, p = tl.load(top_k + index), tl.load(top_p + index)
+        k, p = tl.load(top_k + slot), tl.load(top_p + slot)
         if (k > 0) & (k < vocab):
             # -inf weighs nothing, so with fewer than k finite logits the lowest key is the answer.
             edge = _search(row, vocab, factor, peak, edge, k.to(tl.float32), False, BLOCK)
         if p < 1.0:
             wanted = _sum_from(row, vocab, factor, peak, edge, True, BLOCK) * p
             edge = _search(row, vocab, factor, peak, edge, wanted, True, BLOCK)
-        floor = peak + tl.log(tl.load(min_p + index))
+        floor = peak + tl.log(tl.load(min_p + slot))
         edge = tl.maximum(edge, _ordered(floor))
-        choice = _draw(row, vocab, factor, edge, tl.load(seeds + index), tl.load(positions + index), BLOCK)
+        choice = _draw(row, vocab, factor, edge, tl.load(seeds + slot), tl.load(positions + index), BLOCK)
     tl.store(out + index, choice.to(tl.int64))
 
 
@@ -163,6 +171,7 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """See `tokenspeed.kernels.sample`."""
     rows, vocab = logits.shape
@@ -177,9 +186,12 @@ def sample(
             min_p,
             seeds,
             positions,
+            positions if slots is None else slots,
             out,
             logits.stride(0),
             vocab,
+            1 if slots is None else rows // len(slots),
+            BY_SLOT=slots is not None,
             BLOCK=block,
             num_warps=8,
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from tokenspeed import kernels
@@ -12,7 +11,7 @@ from tokenspeed.config import Shape
 from tokenspeed.spec.base import DraftTree, Frontier
 from tokenspeed.spec.eagle4.head import CandidateHead, FullHead
 from tokenspeed.spec.eagle4.model import LAYER, DraftModel
-from tokenspeed.spec.eagle4.tree import Expansion, Lanes, build_tree, check_shape
+from tokenspeed.spec.eagle4.tree import Expansion, build_tree, check_shape
 
 # (pool, rows, cos_sin, windows, scale, first=, tail=(k, v) | None, tail_start=) -> attention of a draft step
 TreeAttentionMaker = Callable[..., Attention]
@@ -63,38 +62,40 @@ class EagleDrafter:
         batch, k = frontier.last_tokens.shape[0], shape.topk
         growth = Expansion(shape)
 
+        prefix_lens, at_root, indices, positions, places = kernels.draft_rows(
+            frontier.last_indices, shape.steps, k, self._cos_sin.shape[0]
+        )
         root = frontier.last_indices[:, None]
-        later = torch.arange(1, shape.steps, device=root.device)[:, None, None]
-        indices = (root + later).expand(-1, -1, k).contiguous()  # [S - 1, B, K] of the lanes of each step
-        positions = self._rope(indices)
-        prefix_lens = (frontier.last_indices + 1).to(torch.int32)  # the root's own row is there already
-        rows = self._rows(frontier, root, self._rope(root), prefix_lens, torch.zeros_like(root))
+        rows = self._rows(frontier, root, at_root, prefix_lens, root)  # without a tail a mask says nothing
         attn = self._attend(rows, None, 0)
         out, state = self.model.layer(frontier.last_tokens, self.model.features(frontier.aux), attn)
         lanes = growth.grow(*self._children(out, batch, k))
 
         buffer = self._side_buffer(batch, shape, out)
-        state = state[:, None]
         for step in range(1, shape.steps):
             mask = self._near(lanes.mask, step, k)
-            rows = self._rows(frontier, indices[step - 1], positions[step - 1], prefix_lens, mask)
-            attn = self._attend(rows, buffer, (step - 1) * k)
-            out, state = self.model.layer(lanes.tokens.flatten(), _follow(state, lanes), attn)
-            state = state.view(batch, k, -1)
+            i = step - 1
+            rows = self._rows(frontier, indices[i], positions[i], prefix_lens, mask, places[i])
+            attn = self._attend(rows, buffer, i * k)
+            out, state = self.model.layer(lanes.tokens.flatten(), state, attn, lanes.parents)
             lanes = growth.grow(*self._children(out, batch, k))
         tokens, scores, parents = growth.finish()
-        tree = build_tree(frontier.last_tokens, tokens, scores, parents, shape.nodes)
-        tree.nan = scores.amin(1) == -torch.inf  # nothing but NaN makes a log-probability of the best -inf
-        return tree
+        return build_tree(frontier.last_tokens, tokens, scores, parents, shape.nodes)
 
     def _children(self, out: Tensor, batch: int, k: int) -> tuple[Tensor, Tensor]:
         tokens, logprobs = self.head.topk(out, k)
         return tokens.view(batch, -1, k), logprobs.view(batch, -1, k)
 
     def _rows(
-        self, frontier: Frontier, indices: Tensor, positions: Tensor, prefix_lens: Tensor, mask: Tensor
+        self,
+        frontier: Frontier,
+        indices: Tensor,
+        positions: Tensor,
+        prefix_lens: Tensor,
+        mask: Tensor,
+        places: Tensor | None = None,
     ) -> TreeRows:
-        """Rows of one step, R of each request. indices, positions, mask: int64 [B, R]. prefix_lens: int32 [B]."""
+        """Rows of one step, R of each request. prefix_lens: int32 [B]; the others int64 [B, R]."""
         return TreeRows(
             positions=positions.flatten(),
             slots=None,
@@ -103,6 +104,7 @@ class EagleDrafter:
             mask=mask,
             indices=indices,
             max_prefix=frontier.max_len,
+            tail_slots=None if places is None else places.flatten(),
         )
 
     def _near(self, mask: Tensor, step: int, k: int) -> Tensor:
@@ -120,15 +122,8 @@ class EagleDrafter:
         """K and V of the lanes, [B, (S - 1) K, Hkv, D] each."""
         attention = self.model.attention
         size = (batch, (shape.steps - 1) * shape.topk, attention.num_kv_heads, attention.head_dim)
-        # Zeros: rows of later steps are masked, but a kernel may multiply them by a weight of zero.
-        return like.new_zeros(size), like.new_zeros(size)
+        return like.new_empty(size), like.new_empty(size)
 
     def _rope(self, indices: Tensor) -> Tensor:
         """RoPE position of each index; padding rows may stand anywhere, the table's ends catch them."""
         return (indices - 1).clamp(0, self._cos_sin.shape[0] - 1)
-
-
-def _follow(state: Tensor, lanes: Lanes) -> Tensor:
-    """States of the lanes' parents: [B, R, H] -> [B * K, H], a fresh tensor."""
-    parents = lanes.parents[:, :, None].expand(-1, -1, state.shape[2])
-    return state.gather(1, parents).flatten(0, 1)

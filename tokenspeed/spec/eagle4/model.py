@@ -86,17 +86,20 @@ class DraftModel:
         k, v = heads.split(self.attention.num_kv_heads, dim=1)
         return k, v
 
-    def layer(self, tokens: Tensor, state: Tensor, attn: Attend) -> tuple[Tensor, Tensor]:
+    def layer(
+        self, tokens: Tensor, state: Tensor, attn: Attend, parents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One draft step.
 
         Args:
-            tokens: int64 [T]. state: [T, H] of `features` in a first step, of this method in later ones;
+            tokens: int64 [T]. state: [Q, H] of `features` in a first step, of this method in later ones;
             overwritten. attn: an attention of the draft's own pool, which has one layer.
+            parents: int64 [B, K] row of its request's `state` that each row continues; None: its own, Q = T.
 
         Returns:
             out [T, H] for the head, and the state of the next step, [T, H].
         """
-        x, residual = self._input(tokens, state)
+        x, residual = self._input(tokens, state, parents)
         y = self.post_norm.add_apply(self.attention.apply(LAYER, x, attn), residual)
         y = self.mlp.apply(y)
         if self.norm is None:
@@ -105,8 +108,16 @@ class DraftModel:
         out = self.norm.add_apply(y, residual)
         return out, out if self.config.norm_output else residual
 
-    def _input(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _input(self, tokens: Tensor, state: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What qkv reads, and the residual stream that the layer adds to."""
+        if self.config.wide and self.place.tp.size == 1 and self.input_norm.rounded:
+            norms, normed = (self.input_norm, self.hidden_norm), self.config.norm_before_residual
+            gains, eps = (norm.weight for norm in norms), self.config.rms_norm_eps
+            return kernels.draft_input(
+                tokens, self.embedding.table.weight, state, parents, *gains, eps, normed
+            )
+        if parents is not None:
+            state = _rows_of(state, parents)
         embedded = self.embedding.apply(tokens)
         if not self.config.wide:
             x = self.fc.apply(torch.cat([embedded, state], -1))
@@ -137,17 +148,21 @@ class DraftModel:
         return found
 
 
+def _rows_of(state: Tensor, parents: Tensor) -> Tensor:
+    """States of the rows' parents: [B * R, H], int64 [B, K] -> [B * K, H], a fresh tensor."""
+    rows = state.view(len(parents), -1, state.shape[1])
+    return rows.gather(1, parents[:, :, None].expand(-1, -1, state.shape[1])).flatten(0, 1)
+
+
 class FeatureNorms:
     """An RMSNorm for each chunk of the features, in one launch for all chunks (EAGLE-3.1's fc_norm)."""
 
     def __init__(self, chunks: int, size: int, eps: float, place: Placement):
         self.weight, self.eps = place.empty(chunks, size), eps
-        self._ones = torch.ones(size, device=place.device, dtype=place.dtype)
 
     def apply(self, aux: Tensor) -> Tensor:
         """aux [T, chunks * size] -> the same shape."""
-        chunks = kernels.rms_norm(aux.view(-1, *self.weight.shape), self._ones, self.eps)
-        return (chunks * self.weight).view(aux.shape)
+        return kernels.rms_norm(aux.view(-1, *self.weight.shape), self.weight, self.eps).view(aux.shape)
 
     def params(self, prefix: str) -> Params:
         return {f"{prefix}{i}.weight": Param(w, tuple(w.shape)) for i, w in enumerate(self.weight)}
