@@ -58,13 +58,23 @@ def _attention(**more) -> dict:
 def _trees() -> Iterator[Build]:
     for rows, windowed, split in itertools.product((16, 64), (False, True), (False, True)):
         dtypes = _HALVES if split and rows == 64 and not windowed else _HALVES[:1]
-        yield Build(_attention(WINDOWED=windowed, SPLIT=split, BLOCK_R=rows, BLOCK_S=64), dtypes)
-    yield Build(_attention(WINDOWED=True, SPLIT=True, BLOCK_R=64, BLOCK_S=32), ("fp32",))
+        yield Build(
+            _attention(WINDOWED=windowed, SPLIT=split, PDL=rows == 16, BLOCK_R=rows, BLOCK_S=64), dtypes
+        )
+    yield Build(_attention(WINDOWED=True, SPLIT=True, PDL=False, BLOCK_R=64, BLOCK_S=32), ("fp32",))
     small = dict(
-        GROUP=3, NUM_KV_HEADS=3, DIM=64, BLOCK_D=64, WINDOWED=False, SPLIT=True, BLOCK_R=64, BLOCK_S=64
+        GROUP=3,
+        NUM_KV_HEADS=3,
+        DIM=64,
+        BLOCK_D=64,
+        WINDOWED=False,
+        SPLIT=True,
+        PDL=False,
+        BLOCK_R=64,
+        BLOCK_S=64,
     )
     yield Build(_attention(**small))
-    yield Build(_attention(DIM=80, WINDOWED=False, SPLIT=True, BLOCK_R=64, BLOCK_S=64))
+    yield Build(_attention(DIM=80, WINDOWED=False, SPLIT=True, PDL=False, BLOCK_R=64, BLOCK_S=64))
 
 
 def _few_rows() -> Iterator[Build]:
@@ -105,7 +115,9 @@ BUILDS: dict[str, list[Build]] = {
     "silu_and_mul_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "rope_store_kv_kernel": [
         Build(
-            dict(NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, STORE=store, BLOCK_H=8, BLOCK_D=64), _ALL, num_warps=2
+            dict(NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, STORE=store, PDL=store, BLOCK_H=8, BLOCK_D=64),
+            _ALL,
+            num_warps=2,
         )
         for store in (False, True)
     ],
@@ -114,7 +126,9 @@ BUILDS: dict[str, list[Build]] = {
         Build(_attention(WINDOWED=False, BLOCK_R=64, BLOCK_S=32), ("fp32",)),
     ],
     "tree_attention_kernel": list(_trees()),
-    "combine_kernel": [Build(dict(DIM=128, BLOCK_SPLITS=64, BLOCK_D=128), num_warps=1)],
+    "combine_kernel": [
+        Build(dict(DIM=128, BLOCK_SPLITS=64, BLOCK_D=128, PDL=pdl), num_warps=1) for pdl in (False, True)
+    ],
     "tree_attention_invariant_kernel": [
         Build(_attention(WINDOWED=w, STRETCH=512, BLOCK_R=16, BLOCK_S=64), _HALVES) for w in (False, True)
     ]

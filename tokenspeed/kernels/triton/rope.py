@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed.kernels.triton.pdl import has_pdl, launch_options
 
 _BLOCK_H = 8  # heads a program
 
@@ -24,11 +27,15 @@ def rope_store_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     STORE: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     DIM: tl.constexpr = 2 * HALF
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     # Whatever needs no other load comes before what does, and all loads before the first store: two waits in all.
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -88,6 +95,7 @@ def rope_store_kv(
         return
     if any(t.stride(1) != dim or t.stride(2) != 1 for t in (q, k, v)):
         raise ValueError("rope_store_kv needs the heads of a row next to one another")
+    pdl = has_pdl()
     blocks = triton.cdiv(num_heads, _BLOCK_H) + triton.cdiv(num_kv_heads, _BLOCK_H)
     rope_store_kv_kernel[(rows, blocks)](
         q,
@@ -105,7 +113,9 @@ def rope_store_kv(
         NUM_KV_HEADS=num_kv_heads,
         HALF=dim // 2,
         STORE=slots is not None,
+        PDL=pdl,
         BLOCK_H=_BLOCK_H,
         BLOCK_D=triton.next_power_of_2(dim // 2),
         num_warps=2,
+        **launch_options(pdl),
     )

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed.kernels.triton.flash import (
     check_dense,
@@ -19,6 +20,7 @@ from tokenspeed.kernels.triton.flash import (
     page_offsets,
     softmax_step,
 )
+from tokenspeed.kernels.triton.pdl import has_pdl, launch_options
 
 _LOG2E = 1.4426950408889634
 _MAX_ROWS = 64  # rows a program
@@ -59,11 +61,15 @@ def tree_attention_kernel(
     PAGE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row_blocks = tl.cdiv(num_nodes * GROUP, BLOCK_R)
     request = (tl.program_id(0) // row_blocks).to(tl.int64)
     head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -133,7 +139,11 @@ def combine_kernel(
     DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
     inside, in_head = splits < num_splits, dims < DIM
@@ -186,6 +196,7 @@ def tree_attention(
     parts = torch.empty(
         (batch * num_nodes * num_heads * splits, dim + 2), dtype=torch.float32, device=q.device
     )
+    pdl = has_pdl()
     acc, peak, total = parts.flatten().split([parts.shape[0] * n for n in (dim, 1, 1)])
     tree_attention_kernel[(tiles, num_kv_heads, splits)](
         q,
@@ -216,12 +227,14 @@ def tree_attention(
         PAGE=page_size,
         WINDOWED=window is not None,
         SPLIT=splits > 1,
+        PDL=pdl,
         PRECISION="ieee",
         BLOCK_R=block_r,
         BLOCK_S=key_block(dim, q.dtype),
         BLOCK_D=head_block(dim),
         num_warps=4,
         num_stages=2,
+        **launch_options(pdl),
     )
     if splits > 1:
         combine_kernel[(batch * num_nodes * num_heads,)](
@@ -233,6 +246,8 @@ def tree_attention(
             DIM=dim,
             BLOCK_SPLITS=triton.next_power_of_2(splits),
             BLOCK_D=head_block(dim),
+            PDL=pdl,
             num_warps=1,
+            **launch_options(pdl),
         )
     return out
