@@ -15,7 +15,7 @@ _TYPE_NAMES = {
     "data": "x weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table aux root_aux state "
     "token_gain state_gain slot_aux page_aux",
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
-    "scratch depths sampled path count emitted last_indices next_positions kv_slots last_tokens lengths source target "
+    "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
     "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "

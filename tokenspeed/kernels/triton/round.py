@@ -77,7 +77,7 @@ def accept_kernel(
     mask,
     sampled,
     path,
-    count,
+    counts,
     emitted,
     failed,
     num_nodes,
@@ -114,7 +114,7 @@ def accept_kernel(
     rest = (step >= number) & (step < width)
     tl.store(path + to + step, tl.zeros((BLOCK_W,), tl.int64) + last, rest)
     tl.store(emitted + to + step, tl.zeros((BLOCK_W,), tl.int64) + tl.maximum(final, 0), rest)
-    tl.store(count + row, number)
+    tl.store(counts + row, number)
     tl.store(failed + row, final < 0)
 
 
@@ -125,7 +125,7 @@ def commit_kernel(
     table,
     kv_slots,
     path,
-    count,
+    counts,
     tokens,
     last_tokens,
     lengths,
@@ -143,7 +143,7 @@ def commit_kernel(
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, BLOCK_W)
     inside, at = step < width, row * width + step
-    slot, last, number = tl.load(slots + row), tl.load(last_indices + row), tl.load(count + row)
+    slot, last, number = tl.load(slots + row), tl.load(last_indices + row), tl.load(counts + row)
     node = tl.load(path + at, inside, 0)
     token = tl.load(tokens + row * width + width - 1)
     valid = inside & (step < number)
@@ -164,7 +164,7 @@ def keep_aux_kernel(
     aux,
     slots,
     path,
-    count,
+    counts,
     target,
     slot_aux,
     page_aux,
@@ -179,7 +179,7 @@ def keep_aux_kernel(
     row, step = at // width, at % width
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < aux_size
-    number, node, place = tl.load(count + row), tl.load(path + at), tl.load(target + at)
+    number, node, place = tl.load(counts + row), tl.load(path + at), tl.load(target + at)
     slot = tl.load(slots + row)
     states = tl.load(aux + (row * num_nodes + node) * aux_size + column, inside, 0.0)
     tl.store(out + at * aux_size + column, states, inside)
