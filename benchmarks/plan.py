@@ -87,7 +87,7 @@ def main() -> None:
     ladder = calibration.ladder()
     rows, plan = [], spec.new_plan()
     for concurrency in args.concurrency:
-        prompts = _encode(encoder, load_prompts(args.prompts, max(args.num, 2 * concurrency)))
+        prompts = encode(encoder, load_prompts(args.prompts, max(args.num, 2 * concurrency)))
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens).resolved()
         warm_up = SamplingParams(temperature=0.0, max_tokens=8).resolved()
         bucket = min((b for b in ladder if b >= concurrency), default=max(ladder))
@@ -113,7 +113,7 @@ def main() -> None:
     write_json(RESULTS / f"{args.name}.json", document("plan", rows, **about))
 
 
-def _encode(encoder: Encoder, prompts: list[Prompt]) -> list[list[int]]:
+def encode(encoder: Encoder, prompts: list[Prompt]) -> list[list[int]]:
     texts = [encoder.chat.render(json.dumps(prompt.messages).encode()) for prompt in prompts]
     return encoder.encode(texts, add_special_tokens=False)
 

@@ -4,7 +4,8 @@
 
 Three phases in one engine, which learns throughout: some prompts one by one, many at once, and the first ones again.
 Told of each phase: tokens a second, tokens a round and request, and after how many rounds the plan used what it used in
-the phase's second half: the first round from which half of the next WINDOW have trees that hold that share there.
+the phase's second half: the first round from which two thirds of the next WINDOW are of that mix. In half precision a
+near-tie may turn out otherwise in a tree of another shape, so a few answers may differ between the phases.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from plan import RESULTS, Engine, _encode  # beside this program
+from plan import RESULTS, Engine, encode  # beside this program
 
 from tokenspeed.bench.report import document, write_json
 from tokenspeed.bench.workload import load_prompts
@@ -42,7 +43,7 @@ def main() -> None:
     common = {name: value for name, value in common.items() if value is not None}
     engine = Engine(Config(model=args.model, spec="eagle4", draft=args.draft, **common))
     encoder = Encoder.load(engine.resolved.model_dir)
-    prompts = _encode(encoder, load_prompts(args.prompts, max(args.few, 2 * args.many)))
+    prompts = encode(encoder, load_prompts(args.prompts, max(args.few, 2 * args.many)))
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True).resolved()
     plan, rows, answers = engine.new_plan(), [], []
     engine.run(

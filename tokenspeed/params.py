@@ -43,9 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None  # None: all; end-of-sequence tokens are not added
     bad_words: tuple[str, ...] = ()  # their tokens, with and without a space before, never stand in an answer
-    bad_words_token_ids: tuple[
-        tuple[int, ...], ...
-    ] = ()  # the same as ids; the tokenizer adds bad_words here
+    # The same as ids; the tokenizer adds bad_words here.
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] | str = ()  # a list is taken too
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

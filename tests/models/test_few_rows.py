@@ -54,7 +54,7 @@ def test_other_products_keep_their_path(hopper, monkeypatch, where, bias):
 
 
 def test_the_environment_overrules(hopper, monkeypatch):
-    monkeypatch.setenv(registry.ENV, "gate_up_silu=torch,linear_sums=triton_pdl")
+    monkeypatch.setenv(registry.ENV, "gate_up_silu=torch,linear_sums=triton")
     assert [few_rows.most_rows(op, place(), False) for op in OPS] == [0, few_rows.MOST_ROWS, 0]
 
 

@@ -71,15 +71,9 @@ OPS |= {
         ("build_tree", "draft_tree"),
     )
 }
-# Kernels for few rows; `layers.few_rows` says where they are used. "triton_pdl" is "triton" started early (see pdl.py).
+# `layers.few_rows` says where these are used.
 OPS |= {
-    op: {
-        "triton_pdl": Impl(
-            f"tokenspeed.kernels.triton.{module}:{op}_pdl", "cuda", "tokenspeed.kernels.triton.pdl:has_pdl"
-        ),
-        "triton": _triton(module, op),
-        "torch": _torch(op, "reference_few_rows"),
-    }
+    op: {"triton": _triton(module, op), "torch": _torch(op, "reference_few_rows")}
     for op, module in (
         ("linear_rows", "few_rows"),
         ("linear_sums", "few_rows"),

@@ -1,7 +1,7 @@
 """Up to how many rows a layer takes the kernels for few rows in place of the vendor's product.
 
 `benchmarks/linears.py` measures what wins; TOKENSPEED_KERNELS overrules the table for an op, e.g.
-gate_up_silu=triton_pdl (on up to MOST_ROWS rows) or gate_up_silu=torch (off).
+gate_up_silu=triton (on up to MOST_ROWS rows) or gate_up_silu=torch (off).
 """
 
 from collections.abc import Callable

@@ -33,9 +33,8 @@ _CONFIG_KEYS = (
     "disable_by_batch_size",
 )
 _EXACT = "what is accepted has the target's own distribution; nothing can be relaxed"
-_REFUSED_KEYS: dict[
-    str, tuple[tuple[Any, ...], str]
-] = {  # vLLM's others -> (values that ask for nothing, why not)
+# vLLM's others -> (values that ask for nothing, why not).
+_REFUSED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "acceptance_method": (("rejection_sampler",), _EXACT),
     "rejection_sample_method": (("strict",), _EXACT),
     "posterior_threshold": ((), _EXACT),

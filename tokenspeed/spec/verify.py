@@ -14,9 +14,7 @@ class Accepted:
 
     path: Tensor  # int64 [B, W] kept nodes by depth, the root first; from `count` on the last kept node again
     count: Tensor  # int64 [B] emitted tokens, 1 to W: one for each kept node
-    tokens: (
-        Tensor  # int64 [B, W] emitted tokens, the target's sample at each node of `path`; 0 for a failed one
-    )
+    tokens: Tensor  # int64 [B, W] emitted tokens, the target's sample at each node of `path`; 0: a failed one
     failed: Tensor  # bool [B] the draw at the last kept node failed
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed.kernels.triton.pdl import launch_options
+from tokenspeed.kernels.triton.pdl import has_pdl, launch_options
 
 MAX_BLOCK_T = 64
 _PROGRAMS = 132  # at least so many, where the shape gives them
@@ -119,7 +119,7 @@ def few_rows_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), inside & (col < num_out)[:, None])
 
 
-def linear_rows(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool = False) -> Tensor:
+def linear_rows(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
     """See `tokenspeed.kernels.linear_rows`."""
     rows, num_out = x.shape[0], weight.shape[0]
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
@@ -127,7 +127,7 @@ def linear_rows(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool =
     return out
 
 
-def linear_sums(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool = False) -> Tensor:
+def linear_sums(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
     """See `tokenspeed.kernels.linear_sums`."""
     rows, (num_out, size) = x.shape[0], weight.shape
     tile = (tile or sums_tile(num_out, size)).of(x.dtype)
@@ -137,27 +137,12 @@ def linear_sums(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool =
     return out
 
 
-def gate_up_silu(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool = False) -> Tensor:
+def gate_up_silu(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool | None = None) -> Tensor:
     """See `tokenspeed.kernels.gate_up_silu`."""
     rows, num_out = x.shape[0], weight.shape[0] // 2
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
     _launch(x, weight, out, (tile or gated_tile(num_out)).of(x.dtype), True, pdl)
     return out
-
-
-def linear_rows_pdl(x: Tensor, weight: Tensor) -> Tensor:
-    """linear_rows, started early."""
-    return linear_rows(x, weight, pdl=True)
-
-
-def linear_sums_pdl(x: Tensor, weight: Tensor) -> Tensor:
-    """linear_sums, started early."""
-    return linear_sums(x, weight, pdl=True)
-
-
-def gate_up_silu_pdl(x: Tensor, weight: Tensor) -> Tensor:
-    """gate_up_silu, started early."""
-    return gate_up_silu(x, weight, pdl=True)
 
 
 # The choices below depend on the weight alone, so that a row is summed in the same order whatever the rows beside it.
@@ -186,7 +171,9 @@ def _span(size: int, tile: Tile) -> int:
     return triton.cdiv(size, tile.split * tile.depth) * tile.depth
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool, pdl: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool, pdl: bool | None) -> None:
+    """pdl: started early; None: where the GPU can."""
+    pdl = has_pdl() if pdl is None else pdl
     rows, size = x.shape
     num_out = out.shape[-1]
     if not rows:

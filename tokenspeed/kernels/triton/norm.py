@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed.kernels.triton.pdl import launch_options
+from tokenspeed.kernels.triton.pdl import has_pdl, launch_options
 
 
 @triton.jit
@@ -145,9 +145,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def add_partials_rms_norm(
-    partials: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False
+    partials: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool | None = None
 ) -> Tensor:
-    """See `tokenspeed.kernels.add_partials_rms_norm`."""
+    """See `tokenspeed.kernels.add_partials_rms_norm`. pdl: started early; None: where the GPU can."""
+    pdl = has_pdl() if pdl is None else pdl
     splits, rows, size = partials.shape
     out = torch.empty((rows, size), dtype=weight.dtype, device=residual.device)
     if rows:
@@ -168,11 +169,6 @@ def add_partials_rms_norm(
             **launch_options(pdl),
         )
     return out
-
-
-def add_partials_rms_norm_pdl(partials: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """add_partials_rms_norm, started early."""
-    return add_partials_rms_norm(partials, residual, weight, eps, pdl=True)
 
 
 def embed_rms_norm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
