@@ -10,7 +10,17 @@ from tokenspeed.kernels.registry import OPS
 
 # prefix lengths, nodes, tail_start (None: no buffer), heads, kv heads, head dim, first, window, max_prefix
 CASES = (
-    ([0, 1, 16, 300], 1, None, 9, 3, 64, 0, None, 300),  # several splits; in three of them for one request only
+    (
+        [0, 1, 16, 300],
+        1,
+        None,
+        9,
+        3,
+        64,
+        0,
+        None,
+        300,
+    ),  # several splits; in three of them for one request only
     ([90, 0, 33], 1, None, 4, 2, 24, 0, 20, None),
     ([140, 32], 16, None, 8, 2, 128, 0, 7, 140),
     ([17], 16, None, 4, 4, 32, 0, None, 17),  # no splits

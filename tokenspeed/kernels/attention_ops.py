@@ -126,8 +126,8 @@ def rope_tree_attention(
         k_cache, v_cache: [pages, page_size, Hkv, D], contiguous.
         tail: (K, V), [B, M, Hkv, D] each, contiguous: the rows are keys tail_start <= j < tail_start + N of their
             requests' tails and those before are there, rotated; None: the rows alone are the tail, tail_start is 0.
-        slots: int64 [B * N], where the rows' K and V are stored: rows of the flattened tail, or slots of the pages where
-            there is none, none of them a key of the prefix. None: nowhere, and no row sees any tail.
+        slots: int64 [B * N], where the rows' K and V are stored: rows of the flattened tail, or where there is none
+            slots of the pages, of no key of the prefix. None: nowhere, and no row sees any tail.
         block_table, prefix_lens, mask, indices, first, scale, window, max_prefix: as in tree_attention.
 
     Returns:

@@ -2,8 +2,8 @@
 
 Flash-decoding (Dao et al. 2023): the rows of all nodes and of all q heads of one kv head make one tile, so
 K/V is read once for a whole tree; the keys are split among programs and a second kernel (combine.py) combines
-their partial softmaxes. RoPE and the store of the rows' own K and V come with it where they are asked for: the program that
-has a tile's tail rotates the keys there, and reads none that this launch stores.
+their partial softmaxes. RoPE and the store of the rows' own K and V come with it where they are asked for: the
+program that has a tile's tail rotates the keys there. No program reads what this launch stores.
 """
 
 import torch
@@ -80,7 +80,7 @@ def tree_attention_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """ROPE: q is not rotated yet, and tail keys from tail_start on are the rows' own, k and v, to be rotated and stored.
+    """ROPE: q is not rotated yet, and tail keys from tail_start on are the rows' own: k and v, rotated and stored here.
     BUFFER: tail keys before tail_start are in tail_k and tail_v.
     """
     if PDL:
@@ -108,11 +108,19 @@ def tree_attention_kernel(
     tail_split = tl.minimum(tl.cdiv(span, share), num_splits - 1)
     part = (row * (NUM_KV_HEADS * GROUP) + q_head) * num_splits + split
     if SPLIT:
-        if split > tail_split:  # A graph's launch is for the longest context: nothing is left for this program.
+        if (
+            split > tail_split
+        ):  # A graph's launch is for the longest context: nothing is left for this program.
             tl.store(part_peak + part, float("-inf"), present)
             tl.store(part_total + part, 0.0, present)
             return
 
+    # Pages are looked up a block ahead, the first time before q is waited for.
+    table = block_table + request * stride_table
+    begin = low + split * share
+    keys = begin + tl.arange(0, BLOCK_S)
+    inside = (keys >= first_key) & (keys < prefix)
+    offsets = page_offsets(table, keys, inside, head, PAGE, NUM_KV_HEADS, DIM)
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < DIM
     tile = present[:, None] & in_head[None, :]
@@ -124,32 +132,30 @@ def tree_attention_kernel(
     peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    table = block_table + request * stride_table
-    begin = low + split * share
-    for start in range(begin, tl.minimum(begin + share, prefix), BLOCK_S):
-        keys = start + tl.arange(0, BLOCK_S)
-        inside = (keys >= first_key) & (keys < prefix)
-        offsets = page_offsets(table, keys, inside, head, PAGE, NUM_KV_HEADS, DIM)
+    for _ in range(begin, tl.minimum(begin + share, prefix), BLOCK_S):
         key = tl.load(k_cache + offsets[None, :] + dims[:, None], inside[None, :] & in_head[:, None], 0.0)
         value = tl.load(v_cache + offsets[:, None] + dims[None, :], inside[:, None] & in_head[None, :], 0.0)
         visible = inside[None, :] & present[:, None]
         if WINDOWED:
             visible = visible & (keys[None, :] > own[:, None] - window)
+        keys += BLOCK_S
+        inside = keys < prefix
+        offsets = page_offsets(table, keys, inside, head, PAGE, NUM_KV_HEADS, DIM)
         peak, total, acc = softmax_step(queries, key, value, visible, scale, peak, total, acc, PRECISION)
 
     if (ROPE or BUFFER) and split == tail_split:
-        for start in range(0, num_tail, BLOCK_T):
-            keys = start + tl.arange(0, BLOCK_T)
-            inside = keys < num_tail
+        for start in tl.range(0, num_tail, BLOCK_T, num_stages=1):  # mostly one block
+            members = start + tl.arange(0, BLOCK_T)
+            exists = members < num_tail
             if BUFFER:
-                before = inside & (keys < tail_start)
-                k_at = tail_k + request * stride_kb + keys.to(tl.int64) * stride_kn + head * DIM
-                key = tl.load(k_at[None, :] + dims[:, None], before[None, :] & in_head[:, None], 0.0)
-                v_at = tail_v + request * stride_vb + keys.to(tl.int64) * stride_vn + head * DIM
-                value = tl.load(v_at[:, None] + dims[None, :], before[:, None] & in_head[None, :], 0.0)
+                before = exists & (members < tail_start)
+                k_at = tail_k + request * stride_kb + members.to(tl.int64) * stride_kn + head * DIM
+                tail_key = tl.load(k_at[None, :] + dims[:, None], before[None, :] & in_head[:, None], 0.0)
+                v_at = tail_v + request * stride_vb + members.to(tl.int64) * stride_vn + head * DIM
+                tail_value = tl.load(v_at[:, None] + dims[None, :], before[:, None] & in_head[None, :], 0.0)
             if ROPE:
-                ours = inside & (keys >= tail_start)
-                source = request * num_nodes + keys - tail_start
+                ours = exists & (members >= tail_start)
+                source = request * num_nodes + members - tail_start
                 place = tl.load(positions + source, ours, 0)
                 slot = tl.load(slots + source, ours, 0)
                 k_tile, v_tile = ours[None, :] & in_head[:, None], ours[:, None] & in_head[None, :]
@@ -170,14 +176,16 @@ def tree_attention_kernel(
                     v_tile & first_block,
                 )
                 if BUFFER:
-                    key = tl.where(ours[None, :], own_k, key)
-                    value = tl.where(ours[:, None], own_v, value)
+                    tail_key = tl.where(ours[None, :], own_k, tail_key)
+                    tail_value = tl.where(ours[:, None], own_v, tail_value)
                 else:
-                    key, value = own_k, own_v
+                    tail_key, tail_value = own_k, own_v
             # The shift count is kept below 64, where it would be undefined.
-            seen = (bits[:, None] >> tl.minimum(keys, 63)[None, :].to(tl.int64)) & 1
-            visible = (seen != 0) & inside[None, :]
-            peak, total, acc = softmax_step(queries, key, value, visible, scale, peak, total, acc, PRECISION)
+            seen = (bits[:, None] >> tl.minimum(members, 63)[None, :].to(tl.int64)) & 1
+            visible = (seen != 0) & exists[None, :]
+            peak, total, acc = softmax_step(
+                queries, tail_key, tail_value, visible, scale, peak, total, acc, PRECISION
+            )
 
     if SPLIT:
         tl.store(part_acc + part[:, None] * DIM + dims[None, :], acc, tile)
