@@ -12,8 +12,8 @@ from tokenspeed.kernels import triton as package
 from tokenspeed.kernels.triton.few_rows import gated_tile, sums_tile, whole_tile
 
 _TYPE_NAMES = {
-    "data": "x weight residual bias gate_up q k v k_store v_store k_cache v_cache tail_k tail_v kv out table aux root_aux "
-    "state token_gain state_gain slot_aux page_aux",
+    "data": "x weight residual bias gate_up q k v k_store v_store k_cache v_cache tail_k tail_v kv out table aux "
+    "root_aux state token_gain state_gain slot_aux page_aux",
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",

@@ -107,13 +107,10 @@ def tree_attention_kernel(
     share = tl.maximum(tl.cdiv(tl.cdiv(span, num_splits), BLOCK_S), 1) * BLOCK_S
     tail_split = tl.minimum(tl.cdiv(span, share), num_splits - 1)
     part = (row * (NUM_KV_HEADS * GROUP) + q_head) * num_splits + split
-    if SPLIT:
-        if (
-            split > tail_split
-        ):  # A graph's launch is for the longest context: nothing is left for this program.
-            tl.store(part_peak + part, float("-inf"), present)
-            tl.store(part_total + part, 0.0, present)
-            return
+    if SPLIT and split > tail_split:  # a graph's launch is for the longest context
+        tl.store(part_peak + part, float("-inf"), present)
+        tl.store(part_total + part, 0.0, present)
+        return
 
     # Pages are looked up a block ahead, the first time before q is waited for.
     table = block_table + request * stride_table
