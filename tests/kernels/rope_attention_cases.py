@@ -92,6 +92,10 @@ def case_rope_tree_attention(fn: Callable, m) -> None:
     inputs = rope_inputs(m, 16, ([20, 150], 3, None, 4, 2, 64, 0, None, 160))
     inputs |= {name: inputs[name].contiguous() for name in "qk"}
     check(fn, apart, m, inputs)
+    # NaN comes through the combination, past splits that hold no keys, and stays with its request
+    inputs = rope_inputs(m, 16, ([300, 5], 1, None, 4, 2, 64, 0, None, 2000))
+    inputs["q"][0] = torch.nan
+    assert fn(**inputs).isnan().flatten(1).all(1).tolist() == [True, False]
 
 
 def check(fn: Callable, apart: list[Callable], m, inputs: dict) -> None:
