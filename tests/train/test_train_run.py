@@ -118,9 +118,9 @@ def accept_length(model_dir: Path, draft: Path, data_dir: Path) -> float:
     )  # fmt: skip
     engine = build(resolve(config, lambda *a: None), lambda *a: None).runner.engine
     rounds = []
-    for tokens, num_prompt in read_answers(data_dir)[:8]:
-        text = tokens.tolist()
-        rounds += replay(engine, text[:num_prompt], text[num_prompt:], Shape(3, 2, 6))
+    for answer in read_answers(data_dir)[:8]:
+        text = answer.tokens.tolist()
+        rounds += replay(engine, text[: answer.num_prompt], text[answer.num_prompt :], Shape(3, 2, 6))
     return 1 + sum(r.accepted for r in rounds) / len(rounds)
 
 

@@ -101,7 +101,7 @@ def low_rank_loss(
         z = x @ d.t()
         full, low = scores(x, head), scores(z, u)
         rows = torch.arange(len(x), device=x.device)
-        found = row_loss(low, full, rows, share.contiguous(), 1.0, 0.0, head.dtype)
+        found = row_loss(low, full, rows, share.contiguous(), torch.ones_like(share), 0.0, head.dtype)
         grad_up += matmul(found.grad.t(), z)
         grad_down += matmul((found.grad @ u).t(), x)
         total += (found.loss - found.entropy).sum()
