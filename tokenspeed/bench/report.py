@@ -31,6 +31,12 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     return {f"p{p}": percentile(values, p) for p in PERCENTILES}
 
 
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, least and most of a figure that was measured several times, and all of them in order."""
+    runs = [round(value, 4) for value in values]
+    return {"median": percentile(runs, 50), "min": min(runs), "max": max(runs), "runs": runs}
+
+
 def summarise(answers: Sequence[Answer], seconds: float, concurrency: int) -> dict[str, Any]:
     """One row of the results. Times in milliseconds; failed answers count only as failed."""
     good = [a for a in answers if a.error is None]
