@@ -1,19 +1,22 @@
 """One process of the load that benchmarks/streaming.py puts on a server: does as little as a client can.
 
-It reads a job from stdin as one line of JSON, {"host", "port", "concurrency", "bodies"}, says "ready", waits for a
-line, and keeps `concurrency` streamed chats open until all bodies are answered. Then it prints one line of JSON:
-tokens (as the server's usage tells), events, and the seconds of CPU time that it took. It parses no event but each
-answer's last, so that it isn't what limits the stream.
+It reads a job from stdin as one line of JSON, {"host", "port", "concurrency", "bodies", "queue"}, says "ready", waits
+for a line, and keeps `concurrency` streamed chats open until all bodies are answered. `queue` is a pipe that the
+clients share: whoever is free reads the number of the next body from it, so that none has work left when another has not. Then
+it prints one line of JSON: tokens (as the server's usage tells), events, and the seconds of CPU time that it took. It
+parses no event but each answer's last, so that it isn't what limits the stream.
 """
 
 import asyncio
 import json
+import os
 import re
 import sys
 import time
 
 MARK = b"\ndata: "
 USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+NUMBER = 4  # bytes of an entry of the queue, little-endian
 TAIL = 8192  # bytes at the end of an answer that hold its usage
 
 
@@ -38,11 +41,11 @@ async def ask(host: str, port: int, body: dict) -> tuple[int, int]:
 
 async def load(job: dict) -> dict:
     """The closed loop."""
-    waiting = iter(job["bodies"])
     found: list[tuple[int, int]] = []
 
     async def worker() -> None:
-        for body in waiting:
+        while entry := os.read(job["queue"], NUMBER):  # never waits: all is written
+            body = job["bodies"][int.from_bytes(entry, "little")]
             found.append(await ask(job["host"], job["port"], body))
 
     await asyncio.gather(*(worker() for _ in range(job["concurrency"])))

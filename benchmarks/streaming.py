@@ -12,6 +12,7 @@ is what was measured, and more --clients help.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ from tokenspeed.config import Config
 from tokenspeed.errors import ConfigError, RequestError
 from tokenspeed.params import SamplingParams
 
+NUMBER = 4  # bytes, as in stream_client.py
 CLIENT = Path(__file__).with_name("stream_client.py")
 WARM_UP_TOKENS = 16
 SHARE = 0.4  # of the GPU's memory for each engine, unless told otherwise
@@ -67,17 +69,31 @@ def over_http(
         {"messages": list(p.messages), "stream": True, "stream_options": {"include_usage": True}, **sampling}
         for p in prompts
     ]
-    clients = min(clients, concurrency, len(bodies))
+    clients = min(clients, concurrency)
+    queue, end = os.pipe()
+    os.set_blocking(end, False)
+    try:
+        for i in range(len(bodies)):
+            os.write(end, i.to_bytes(NUMBER, "little"))
+    except BlockingIOError:
+        raise ConfigError(f"{len(bodies)} prompts are more than a pipe can number; give fewer") from None
+    finally:
+        os.close(end)
     running = []
     for i in range(clients):
         process = subprocess.Popen(
-            [sys.executable, str(CLIENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(CLIENT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=(queue,),
         )
         share = concurrency // clients + (i < concurrency % clients)
-        job = {"host": address.hostname, "port": address.port, "concurrency": share}
-        process.stdin.write(json.dumps({**job, "bodies": bodies[i::clients]}) + "\n")
+        job = {"host": address.hostname, "port": address.port, "concurrency": share, "bodies": bodies}
+        process.stdin.write(json.dumps({**job, "queue": queue}) + "\n")
         process.stdin.flush()
         running.append(process)
+    os.close(queue)
     for process in running:
         process.stdout.readline()
     start = time.perf_counter()
