@@ -2,9 +2,9 @@
 
 It reads a job from stdin as one line of JSON, {"host", "port", "concurrency", "bodies", "queue"}, says "ready", waits
 for a line, and keeps `concurrency` streamed chats open until all bodies are answered. `queue` is a pipe that the
-clients share: whoever is free reads the number of the next body from it, so that none has work left when another has not. Then
-it prints one line of JSON: tokens (as the server's usage tells), events, and the seconds of CPU time that it took. It
-parses no event but each answer's last, so that it isn't what limits the stream.
+clients share: whoever is free reads the number of the next body from it, so that none has work left when another has
+not. Then it prints one line of JSON: tokens (as the server's usage tells), events, and the seconds of CPU time that it
+took. It parses no event but each answer's last, so that it isn't what limits the stream.
 """
 
 import asyncio
