@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from tokenspeed.cli.args import overrides, parse_config, parse_int
+from tokenspeed.cli.args import arguments, overrides, parse_config, parse_int
 from tokenspeed.config import Config
 from tokenspeed.errors import ConfigError
 
@@ -53,6 +53,7 @@ def test_values(argv, changed):
     config = parse_config(argv.split())
     assert config == Config(**changed)
     assert overrides(config) == changed
+    assert parse_config(arguments(config)) == config
 
 
 @pytest.mark.parametrize(

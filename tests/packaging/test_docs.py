@@ -43,6 +43,7 @@ def test_options_that_are_named_exist(document):
     from tokenspeed.config import Config
 
     known = {name for f in fields(Config) for name in (f"--{f.name.replace('_', '-')}", *f.metadata["names"])}
+    known |= {f"--no-{f.name.replace('_', '-')}" for f in fields(Config) if f.type is bool}
     used = set()
     for command in re.findall(r"tokenspeed serve((?:\\\n|[^\n`])*)", document.read_text()):
         used |= set(re.findall(r"(?<!\S)--[a-z][a-z-]*", command))

@@ -1,5 +1,6 @@
 """What a benchmark found: percentiles, the table, the JSON file and the plot."""
 
+import io
 import json
 import shlex
 import sys
@@ -13,6 +14,7 @@ from tokenspeed.errors import ConfigError
 from tokenspeed.versions import gpu_names, versions
 
 PERCENTILES = (50, 90, 99)
+PNG_COLOURS = 64
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -29,6 +31,12 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """{"p50": ..., "p90": ..., "p99": ...}, in the unit of `values`."""
     return {f"p{p}": percentile(values, p) for p in PERCENTILES}
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, least and most of a figure that was measured several times, and all of them in order."""
+    runs = [round(value, 4) for value in values]
+    return {"median": percentile(runs, 50), "min": min(runs), "max": max(runs), "runs": runs}
 
 
 def summarise(answers: Sequence[Answer], seconds: float, concurrency: int) -> dict[str, Any]:
@@ -166,8 +174,18 @@ def check_plot(path: str | None) -> None:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'tokenspeed[bench]'")
 
 
-def plot(path: str | Path, series: dict[str, Sequence[dict[str, Any]]], title: str) -> None:
-    """A PNG of output tokens per second by concurrency, one line a series. Needs matplotlib."""
+def plot(
+    path: str | Path,
+    series: dict[str, Sequence[dict[str, Any]]],
+    title: str,
+    beside: dict[str, Sequence[dict[str, Any]]] | None = None,
+) -> None:
+    """A PNG of output tokens per second by concurrency, both logarithmic. Needs matplotlib.
+
+    Args:
+        series: name -> rows: a line each, with its numbers.
+        beside: the same for other engines: dashed, without numbers.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -175,22 +193,34 @@ def plot(path: str | Path, series: dict[str, Sequence[dict[str, Any]]], title: s
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     ticks: set[int] = set()
-    for name, rows in series.items():
+    for name, rows in [*series.items(), *(beside or {}).items()]:
+        ours = name in series
         points = sorted((row["concurrency"], row["output_tokens_per_second"]) for row in rows)
         ticks.update(x for x, _ in points)
-        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
-        for x, y in points:
+        style = {"marker": "o"} if ours else {"marker": "x", "linestyle": "--"}
+        axes.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
+        for x, y in points if ours else ():
             axes.annotate(
                 f"{y:.0f}", (x, y), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8
             )
     axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
-    axes.set_ylim(bottom=0)
     axes.set(xlabel="concurrent requests", ylabel="output tokens per second", title=title)
     axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    axes.legend(loc="lower right", fontsize=8)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Writes and closes a figure of pyplot as a PNG of few colours, which is a third of the bytes."""
+    from matplotlib import pyplot
+    from PIL import Image  # comes with matplotlib
+
+    whole = io.BytesIO()
+    figure.savefig(whole, dpi=110)
     pyplot.close(figure)
+    Image.open(whole).convert("RGB").quantize(PNG_COLOURS).save(path, optimize=True)
 
 
 def _triple(values: dict[str, float | None], digits: int) -> str:

@@ -111,6 +111,18 @@ def public(config: Config) -> dict[str, Any]:
     return {name: value for name, value in overrides(config).items() if name != "api_key"}
 
 
+def arguments(config: Config) -> list[str]:
+    """The command line of `public(config)`, for a `tokenspeed serve` started by a program."""
+    words = []
+    for name, value in public(config).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return words
+
+
 def parse_int(text: str) -> int:
     """An integer; a suffix k or m multiplies by 1000 or 1000^2, K or M by 1024 or 1024^2 (16k, 25.6k, 8K)."""
     factor = _SUFFIXES.get(text[-1:])

@@ -43,14 +43,16 @@ class GraphSet:
         )  # one for all captures: each stream has a cuBLAS workspace of its own
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[str, int, int], None]) -> None:
+    def capture(self, progress: Callable[[str, int, int], None]) -> dict[str, int | float]:
+        """Captures everything. Returns how many graphs, seconds, and bytes of GPU memory that they took."""
         started, before = time.perf_counter(), torch.cuda.memory_reserved()
         for done, (bucket, shape) in enumerate(self._todo):
             progress("capturing CUDA graphs", done, len(self._todo))
             self._graphs[bucket, shape] = self._capture(bucket, shape)
         progress("capturing CUDA graphs", len(self._todo), len(self._todo))
-        seconds, size = time.perf_counter() - started, (torch.cuda.memory_reserved() - before) / 2**30
-        progress(f"captured {len(self._todo)} CUDA graphs in {seconds:.1f} s, {size:.2f} GiB", 0, 0)
+        seconds, size = time.perf_counter() - started, torch.cuda.memory_reserved() - before
+        progress(f"captured {len(self._todo)} CUDA graphs in {seconds:.1f} s, {size / 2**30:.2f} GiB", 0, 0)
+        return {"graphs": len(self._todo), "graph_seconds": round(seconds, 3), "graph_bytes": size}
 
     def covers(self, batch: int, shape: Shape | None) -> bool:
         return batch <= self.buckets[-1] and (self._bucket(batch), shape) in self._graphs

@@ -154,8 +154,7 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         Matchers(resolved.model.vocab_size, device, lambda params: None),
     )
     graphs = GraphSet(engine, ladder) if captured else None
-    if graphs:
-        graphs.capture(progress)
+    captured_graphs = graphs.capture(progress) if graphs else {}
     for line in plan.lines(resolved.max_model_len):
         progress(line, 0, 0)
     progress(f"running on {_name(device)} in {str(dtype).removeprefix('torch.')}", 0, 0)
@@ -170,6 +169,7 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         "rounds_in_flight": config.rounds_in_flight or (1 if on_cpu else 2),
         **{f"memory_{name}": size for name, size in plan.parts.items()},
         "memory_kv": plan.num_pages * plan.page_bytes,
+        **captured_graphs,
     }
     if adaptive:
         info["calibration"] = encode(known or calibrate(engine, graphs, ladder, progress))
