@@ -8,8 +8,11 @@ from torch import Tensor
 
 from tokenspeed.kernels.few_rows_ops import add_partials_rms_norm as add_partials_rms_norm
 from tokenspeed.kernels.few_rows_ops import gate_up_silu as gate_up_silu
+from tokenspeed.kernels.few_rows_ops import linear_add as linear_add
 from tokenspeed.kernels.few_rows_ops import linear_rows as linear_rows
 from tokenspeed.kernels.few_rows_ops import linear_sums as linear_sums
+from tokenspeed.kernels.few_rows_ops import norm_gate_up_silu as norm_gate_up_silu
+from tokenspeed.kernels.few_rows_ops import norm_linear as norm_linear
 from tokenspeed.kernels.registry import Op
 from tokenspeed.kernels.round_ops import accept as accept
 from tokenspeed.kernels.round_ops import commit as commit
