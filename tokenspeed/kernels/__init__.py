@@ -6,6 +6,7 @@ are contiguous in their last dimension; other strides are free unless said. `reg
 
 from torch import Tensor
 
+from tokenspeed.kernels.few_rows_ops import SMALL_K as SMALL_K
 from tokenspeed.kernels.few_rows_ops import add_partials_rms_norm as add_partials_rms_norm
 from tokenspeed.kernels.few_rows_ops import gate_up_silu as gate_up_silu
 from tokenspeed.kernels.few_rows_ops import linear_add as linear_add

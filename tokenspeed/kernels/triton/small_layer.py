@@ -42,7 +42,13 @@ def block_k(size: int) -> int:
 
 @triton.jit
 def weight_tile(
-    weight, num_out, stride_w, GATED: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    weight,
+    num_out,
+    stride_w,
+    GATED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_K]: rows n of this program, and with GATED rows num_out + n behind them."""
     COLS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -54,11 +60,15 @@ def weight_tile(
 
 
 @triton.jit
-def row_tile(x, rows, stride, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
+def row_tile(
+    x, rows, stride, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """[BLOCK_R, BLOCK_K]: rows of x, zeros beyond them."""
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
-    return tl.load(x + t.to(tl.int64)[:, None] * stride + k[None, :], (t < rows)[:, None] & (k < SIZE)[None, :], 0.0)
+    return tl.load(
+        x + t.to(tl.int64)[:, None] * stride + k[None, :], (t < rows)[:, None] & (k < SIZE)[None, :], 0.0
+    )
 
 
 @triton.jit
@@ -129,7 +139,6 @@ def linear_add_kernel(
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Adds one tile of the product to residual [rows, num_out]."""
@@ -142,7 +151,7 @@ def linear_add_kernel(
     at = residual + t.to(tl.int64)[None, :] * stride_residual + col[:, None]
     inside = (t < rows)[None, :] & (col < num_out)[:, None]
     before = tl.load(at, inside, 0.0).to(tl.float32)
-    acc = product(w, row_tile(x, rows, stride_x, SIZE, BLOCK_R, BLOCK_T, BLOCK_K), PARTS, BLOCK_T)
+    acc = product(w, row_tile(x, rows, stride_x, SIZE, BLOCK_T, BLOCK_T, BLOCK_K), PARTS, BLOCK_T)
     tl.store(at, (before + acc).to(residual.dtype.element_ty), inside)
 
 
@@ -184,6 +193,8 @@ def _norm_linear(
     if not rows:
         return out
     grid, constants = _launch(residual, weight, num_out, gated, tile, pdl)
+    # One row is read once and repeated. Not in half precision, where it would be summed in another order (small_tile).
+    one = rows == 1 and residual.dtype == torch.float32
     norm_linear_kernel[grid](
         residual,
         norm_weight,
@@ -195,6 +206,7 @@ def _norm_linear(
         weight.stride(0),
         eps,
         GATED=gated,
+        BLOCK_R=1 if one else BLOCK_T,
         **constants,
     )
     return out
@@ -222,9 +234,6 @@ def _launch(
     if size > SMALL_K:
         raise ValueError(f"{size} is too wide: these products are of rows up to {SMALL_K}")
     tile = tile or small_tile(size)
-    # One row is read once and repeated. Not in half precision, where it would be summed in another order (small_tile).
-    block_r = 1 if rows == 1 and x.dtype == torch.float32 else BLOCK_T
     grid = triton.cdiv(num_out, tile.rows // 2 if gated else tile.rows), triton.cdiv(rows, BLOCK_T)
     constants = dict(PDL=pdl, SIZE=size, PARTS=tile.warps, BLOCK_N=tile.rows, BLOCK_K=block_k(size))
-    constants |= dict(BLOCK_R=block_r, BLOCK_T=BLOCK_T, num_warps=tile.warps)
-    return grid, constants | launch_options(pdl)
+    return grid, constants | dict(BLOCK_T=BLOCK_T, num_warps=tile.warps) | launch_options(pdl)
