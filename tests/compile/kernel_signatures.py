@@ -13,8 +13,8 @@ from tokenspeed.kernels.triton.few_rows import gated_tile, sums_tile, whole_tile
 from tokenspeed.kernels.triton.small_layer import BLOCK_T, block_k, small_tile
 
 _TYPE_NAMES = {
-    "data": "x weight norm_weight residual bias gate_up q k v k_cache v_cache tail_k tail_v kv out table aux "
-    "root_aux state token_gain state_gain slot_aux page_aux",
+    "data": "x weight norm_weight residual bias gate_up q k v k_store v_store k_cache v_cache tail_k tail_v kv out "
+    "table aux root_aux state token_gain state_gain slot_aux page_aux",
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
@@ -57,25 +57,20 @@ def _attention(**more) -> dict:
 
 
 def _trees() -> Iterator[Build]:
-    for rows, windowed, split in itertools.product((16, 64), (False, True), (False, True)):
-        dtypes = _HALVES if split and rows == 64 and not windowed else _HALVES[:1]
-        yield Build(
-            _attention(WINDOWED=windowed, SPLIT=split, PDL=rows == 16, BLOCK_R=rows, BLOCK_S=64), dtypes
-        )
-    yield Build(_attention(WINDOWED=True, SPLIT=True, PDL=False, BLOCK_R=64, BLOCK_S=32), ("fp32",))
-    small = dict(
-        GROUP=3,
-        NUM_KV_HEADS=3,
-        DIM=64,
-        BLOCK_D=64,
-        WINDOWED=False,
-        SPLIT=True,
-        PDL=False,
-        BLOCK_R=64,
-        BLOCK_S=64,
-    )
-    yield Build(_attention(**small))
-    yield Build(_attention(DIM=80, WINDOWED=False, SPLIT=True, PDL=False, BLOCK_R=64, BLOCK_S=64))
+    """What is asked for (rotated q and any tail; the rows' own tail; lanes behind a buffer), by rows and splits."""
+    for (rope, buffer), rows, split in itertools.product(
+        ((False, True), (True, False), (True, True)), (16, 64), (False, True)
+    ):
+        dtypes = _HALVES if split and rows == 64 and rope and not buffer else _HALVES[:1]
+        constants = dict(ROPE=rope, BUFFER=buffer, SPLIT=split, PDL=(rows == 16) == split, WINDOWED=not split)
+        blocks = dict(BLOCK_R=rows, BLOCK_S=64, BLOCK_T=32 if rows == 64 and split else 16)
+        yield Build(_attention(**constants, **blocks), dtypes)
+    plain = dict(ROPE=True, BUFFER=False, SPLIT=True, PDL=False, WINDOWED=True)
+    yield Build(_attention(**plain, BLOCK_R=64, BLOCK_S=32, BLOCK_T=32), ("fp32",))
+    plain |= dict(WINDOWED=False, BLOCK_R=64, BLOCK_S=64, BLOCK_T=16)
+    yield Build(_attention(**plain | dict(GROUP=3, NUM_KV_HEADS=3, DIM=64, BLOCK_D=64)))
+    yield Build(_attention(**plain | dict(DIM=80)))
+    yield Build(_attention(**plain | dict(ROPE=False)))
 
 
 def _few_rows() -> Iterator[Build]:
@@ -153,7 +148,7 @@ BUILDS: dict[str, list[Build]] = {
     ],
     "tree_attention_kernel": list(_trees()),
     "combine_kernel": [
-        Build(dict(DIM=128, BLOCK_SPLITS=64, BLOCK_D=128, PDL=pdl), num_warps=1) for pdl in (False, True)
+        Build(dict(DIM=128, BLOCK_SPLITS=64, CHUNK=32, BLOCK_D=128, PDL=pdl)) for pdl in (False, True)
     ],
     "tree_attention_invariant_kernel": [
         Build(_attention(WINDOWED=w, STRETCH=512, BLOCK_R=16, BLOCK_S=64), _HALVES) for w in (False, True)

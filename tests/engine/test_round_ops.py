@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenspeed import kernels
 from tokenspeed.attention import triton
 from tokenspeed.config import Shape
-from tokenspeed.kernels import round_ops
+from tokenspeed.kernels import attention_ops, round_ops
 from tokenspeed.kernels.registry import Op
 
 FREE = {"aten::empty.memory_format", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
@@ -25,7 +25,7 @@ class Launches(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         self.counts, self._inside = Counter(), False
-        ops = {**vars(kernels), **vars(round_ops)}
+        ops = {**vars(kernels), **vars(attention_ops), **vars(round_ops)}
         for op in [x for x in ops.values() if isinstance(x, Op)]:
             monkeypatch.setitem(op, "cpu", self._one_launch(op.name, op["cpu"]))
 
@@ -77,6 +77,11 @@ def engine(tiny_model_dir, tmp_path_factory):
     return engine
 
 
+def layers(engine, shape: Shape | None) -> int:
+    """Passes through an attention layer in a round."""
+    return engine.pool.num_layers + (0 if shape is None else shape.steps)
+
+
 # Both: 3 copies of aux states, 2 for RoPE positions of appended rows. A tree: 6 masks of the draft's window (1 here;
 # one that is longer than the tree costs none), and bits of failures.
 @pytest.mark.parametrize(("shape", "most"), [(None, 5), (Shape(8, 4, 16), 12)])
@@ -87,6 +92,9 @@ def test_a_round_launches_little_beside_its_kernels(engine, monkeypatch, shape, 
         engine.round(slots, [], shape, None)
     assert not launches.syncs
     assert launches.counts["ours::accept"] == 1
+    assert launches.counts["ours::rope_tree_attention"] == layers(engine, shape)
+    assert launches.counts["ours::rope_store_kv"] == 1  # the draft's rows of what was accepted
+    assert not launches.counts["ours::tree_attention"]
     assert launches.small <= most, launches.counts
 
 

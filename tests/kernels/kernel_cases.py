@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
-from kernels import draft_kernel_cases, few_rows_cases, round_kernel_cases
+from kernels import draft_kernel_cases, few_rows_cases, rope_attention_cases, round_kernel_cases
 
 from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS
@@ -346,7 +346,10 @@ def case_linear_invariant(fn: Callable, m: Maker) -> None:
             assert torch.equal(fn(x[35 - rows :], weight, b), whole[35 - rows :])
 
 
-_PLACES = (globals(), vars(draft_kernel_cases), vars(few_rows_cases), vars(round_kernel_cases))
+_PLACES = (
+    globals(),
+    *map(vars, (draft_kernel_cases, few_rows_cases, rope_attention_cases, round_kernel_cases)),
+)
 CASES: dict[str, Callable] = {
     name[5:]: fn for place in _PLACES for name, fn in list(place.items()) if name.startswith("case_")
 }

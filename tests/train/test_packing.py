@@ -68,6 +68,15 @@ def test_best_fit():
     assert sum(sizes) / (128 * len(rows)) > 0.95
 
 
+def test_starts_know_the_temperature_of_their_texts():
+    texts = [Answer(np.full(20 + i, i + 1, np.int32), 4, i / 10) for i in range(12)]
+    batch = next(Packer(texts, SHAPE, 0).stream(Position(0, 0)))[1]
+    used = batch.counts > 0
+    of_text = np.take_along_axis(batch.tokens, batch.starts, 1)
+    assert used.sum() > 10
+    np.testing.assert_allclose(batch.temperatures[used], (of_text[used] - 1) / 10, rtol=1e-6)
+
+
 def test_long_texts_are_cut_and_hopeless_ones_left_out():
     long = Answer(np.arange(200, dtype=np.int32), 10)
     hopeless = Answer(np.arange(200, dtype=np.int32), 62)

@@ -71,6 +71,7 @@ def test_the_unroll_is_the_engines_chain(tmp_path, window):
             cu_rows=cu_rows,
             starts=np.asarray([[s + b for s, b in zip(starts, begins, strict=True)]]),
             counts=np.full((1, 2), steps),
+            temperatures=np.zeros((1, 2), np.float32),
         )
     )
     with torch.no_grad():

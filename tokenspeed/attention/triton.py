@@ -38,7 +38,8 @@ class TreeAttention:
     Args:
         pool, rows, cos_sin, windows, scale: as in PrefillAttention.
         first: the first key that exists, 1 for a draft layer.
-        tail: (K, V), each [B, M, Hkv, D], contiguous, M <= 64. Windows do not apply to it.
+        tail: (K, V), each [B, M, Hkv, D], contiguous, M <= 64, for rows without slots. Windows do not apply
+            to it.
     """
 
     def __init__(
@@ -54,25 +55,27 @@ class TreeAttention:
     ):
         self.pool, self.rows, self.cos_sin, self.windows, self.scale = pool, rows, cos_sin, windows, scale
         self.first, self.tail, self.tail_start = first, tail, tail_start
-        self.own = tail is None and rows.slots is not None
-        self.masks = {w: own_tail_mask(rows, w) if self.own else rows.mask for w in set(windows)}
-        self.tail_slots = rows.tail_slots
-        if tail is not None and self.tail_slots is None:
+        own = tail is None and rows.slots is not None
+        self.masks = {w: own_tail_mask(rows, w) if own else rows.mask for w in set(windows)}
+        self.slots = rows.slots if tail is None else rows.tail_slots
+        if tail is not None and self.slots is None:
             batch, nodes = rows.mask.shape
             lane = torch.arange(tail_start, tail_start + nodes, device=rows.mask.device)
             base = torch.arange(batch, device=rows.mask.device)[:, None] * tail[0].shape[1]
-            self.tail_slots = (base + lane).flatten()
+            self.slots = (base + lane).flatten()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.pool.layer(layer)
-        tail_k, tail_v = self._store(q, k, v, keys, values)
         rows, window = self.rows, self.windows[layer]
-        out = kernels.tree_attention(
-            q.unflatten(0, rows.mask.shape),
-            keys,
-            values,
-            tail_k,
-            tail_v,
+        return kernels.rope_tree_attention(
+            q,
+            k,
+            v,
+            self.cos_sin,
+            rows.positions,
+            *self.pool.layer(layer),
+            self.tail,
+            self.tail_start,
+            self.slots,
             rows.block_table,
             rows.prefix_lens,
             self.masks[window],
@@ -82,22 +85,6 @@ class TreeAttention:
             window,
             rows.max_prefix,
         )
-        return out.flatten(0, 1)
-
-    def _store(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates, stores, and returns the tail."""
-        rows = self.rows
-        if self.tail is None:
-            kernels.rope_store_kv(q, k, v, self.cos_sin, rows.positions, keys, values, rows.slots)
-            count = rows.mask.shape[1] if self.own else 0
-            return k.unflatten(0, rows.mask.shape)[:, :count], v.unflatten(0, rows.mask.shape)[:, :count]
-        tail_k, tail_v = self.tail
-        kernels.rope_store_kv(q, k, v, self.cos_sin, rows.positions, tail_k, tail_v, self.tail_slots)
-        if rows.slots is not None:
-            keys.flatten(0, 1).index_copy_(0, rows.slots, k)
-            values.flatten(0, 1).index_copy_(0, rows.slots, v)
-        count = self.tail_start + rows.mask.shape[1]  # nothing has been written behind
-        return tail_k[:, :count], tail_v[:, :count]
 
 
 class InvariantTreeAttention:

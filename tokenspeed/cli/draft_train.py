@@ -142,7 +142,7 @@ def _parser() -> Parser:
         ("ffn", positive, "width of the draft's MLP"),
         ("window", positive, "tokens that the draft's attention sees back"),
         ("lr", float, "learning rate"),
-        ("tau", float, "temperature of the target's distribution"),
+        ("tau", float, "least temperature of the target's distribution; a warmer answer's own"),
         ("lk", float, "weight of 1 - sum min(p, q)"),
         ("decay", float, "weight of each further draft step"),
         ("rank", positive, "of the candidate head"),

@@ -6,6 +6,11 @@ are contiguous in their last dimension; other strides are free unless said. `reg
 
 from torch import Tensor
 
+from tokenspeed.kernels.attention_ops import prefill_attention as prefill_attention
+from tokenspeed.kernels.attention_ops import rope_store_kv as rope_store_kv
+from tokenspeed.kernels.attention_ops import rope_tree_attention as rope_tree_attention
+from tokenspeed.kernels.attention_ops import tree_attention as tree_attention
+from tokenspeed.kernels.attention_ops import tree_attention_invariant as tree_attention_invariant
 from tokenspeed.kernels.few_rows_ops import SMALL_K as SMALL_K
 from tokenspeed.kernels.few_rows_ops import add_partials_rms_norm as add_partials_rms_norm
 from tokenspeed.kernels.few_rows_ops import gate_up_silu as gate_up_silu
@@ -20,16 +25,11 @@ from tokenspeed.kernels.round_ops import commit as commit
 from tokenspeed.kernels.round_ops import keep_aux as keep_aux
 from tokenspeed.kernels.round_ops import place_nodes as place_nodes
 from tokenspeed.kernels.round_ops import read_slots as read_slots
-from tokenspeed.kernels.rows import ChunkRows
 
 _rms_norm = Op("rms_norm")
 _add_rms_norm = Op("add_rms_norm")
 _embed_rms_norm = Op("embed_rms_norm")
 _silu_and_mul = Op("silu_and_mul")
-_rope_store_kv = Op("rope_store_kv")
-_prefill_attention = Op("prefill_attention")
-_tree_attention = Op("tree_attention")
-_tree_attention_invariant = Op("tree_attention_invariant")
 _sample = Op("sample")
 _move_kv = Op("move_kv")
 _linear_invariant = Op("linear_invariant")
@@ -89,124 +89,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         [T, I] of the same dtype. Whether silu is rounded to it before the product is left open.
     """
     return _silu_and_mul[gate_up.device.type](gate_up)
-
-
-def rope_store_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor | None,
-) -> None:
-    """Rotates q and k by RoPE (the two halves of a head form the pairs; Su et al. 2021), then stores k and v.
-
-    Args:
-        q: [T, Hq, D], overwritten. k: [T, Hkv, D], overwritten. v: [T, Hkv, D].
-        cos_sin: float32 [P, D], the D/2 cosines of a position, then its D/2 sines.
-        positions: int64 [T].
-        k_cache, v_cache: [pages, page_size, Hkv, D], contiguous, written at `slots`.
-        slots: int64 [T], or None to store nothing.
-    """
-    _rope_store_kv[q.device.type](q, k, v, cos_sin, positions, k_cache, v_cache, slots)
-
-
-def prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: ChunkRows, scale: float, window: int | None
-) -> Tensor:
-    """Causal attention of prompt chunks over their requests' pages, which hold the chunks' own keys already.
-
-    Args:
-        q: [T, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
-        rows: which chunk each row is of. scale: factor on q.k.
-        window: a row at position p sees positions p - window < s <= p; None: all before.
-
-    Returns:
-        [T, Hq, D]. A row's bits do not depend on how its prompt was cut into chunks.
-    """
-    return _prefill_attention[q.device.type](q, k_cache, v_cache, rows, scale, window)
-
-
-def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    block_table: Tensor,
-    prefix_lens: Tensor,
-    mask: Tensor,
-    indices: Tensor,
-    first: int,
-    scale: float,
-    window: int | None,
-    max_prefix: int | None = None,
-) -> Tensor:
-    """Attention of N tree nodes a request over its pages and a tail of M keys.
-
-    A row sees page keys first <= s < prefix_lens[b] with s > indices[b, i] - window, and the tail keys j
-    whose bit is set in its mask. A row that sees nothing gives zeros.
-
-    Args:
-        q: [B, N, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
-        tail_k, tail_v: [B, M, Hkv, D], M <= 64; M may be 0.
-        block_table: int32 [B, P], 0 where unused. prefix_lens: int32 [B].
-        mask: int64 [B, N]. indices: int64 [B, N], each row's own index in its sequence.
-        first: the first key that exists, 0 in target layers and 1 in the draft's.
-        max_prefix: host bound on prefix_lens (None: the block table's width); it changes no result.
-
-    Returns:
-        [B, N, Hq, D]. No host sync; shapes depend on no data.
-    """
-    return _tree_attention[q.device.type](
-        q,
-        k_cache,
-        v_cache,
-        tail_k,
-        tail_v,
-        block_table,
-        prefix_lens,
-        mask,
-        indices,
-        first,
-        scale,
-        window,
-        max_prefix,
-    )
-
-
-def tree_attention_invariant(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    prefix_lens: Tensor,
-    indices: Tensor,
-    path_slots: Tensor,
-    scale: float,
-    window: int | None,
-    max_prefix: int | None = None,
-) -> Tensor:
-    """Tree attention whose bits, for a row, depend on its keys alone: not on B, N or where the keys lie.
-
-    The row of index i sees keys 0..i of its own path: key s < prefix_lens[b] in the pages by the block
-    table, a later one in slot path_slots[b, n, s - prefix_lens[b]] (its ancestors by depth, then itself),
-    stored beforehand.
-
-    Args:
-        q: [B, N, Hq, D], rotated. k_cache, v_cache: [pages, page_size, Hkv, D].
-        block_table: int32 [B, P]. prefix_lens: int32 [B]. indices: int64 [B, N].
-        path_slots: int64 [B, N, depth], 0 where unused.
-        max_prefix: host bound on prefix_lens (None: the block table's width).
-
-    Returns:
-        [B, N, Hq, D].
-    """
-    return _tree_attention_invariant[q.device.type](
-        q, k_cache, v_cache, block_table, prefix_lens, indices, path_slots, scale, window, max_prefix
-    )
 
 
 def sample(

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenspeed.kernels.parts import composed
 from tokenspeed.kernels.reference_sample import sample
 from tokenspeed.kernels.rows import ChunkRows
 
@@ -18,6 +19,7 @@ __all__ = [
     "prefill_attention",
     "rms_norm",
     "rope_store_kv",
+    "rope_tree_attention",
     "rotate",
     "sample",
     "silu_and_mul",
@@ -127,6 +129,10 @@ def tree_attention(
     # A weight of zero does not silence a NaN that someone left in the pages.
     values = values.masked_fill(~visible.any(1)[:, :, None, None], 0.0)
     return attend(q, keys, values, visible, scale)
+
+
+def rope_tree_attention(*args, **options) -> Tensor:
+    return composed(rope_store_kv, tree_attention, *args, **options)
 
 
 def tree_attention_invariant(

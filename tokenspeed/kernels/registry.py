@@ -53,6 +53,7 @@ OPS: dict[str, dict[str, Impl]] = {
         ("rope_store_kv", "rope"),
         ("prefill_attention", "prefill_attention"),
         ("tree_attention", "tree_attention"),
+        ("rope_tree_attention", "tree_attention"),
         ("tree_attention_invariant", "invariant_attention"),
         ("sample", "sample"),
         ("move_kv", "move_kv"),
@@ -88,6 +89,8 @@ OPS |= {
     op: {"triton": _triton("round", op), "torch": _torch(op, "reference_round")}
     for op in ("read_slots", "place_nodes", "accept", "commit", "keep_aux")
 }
+# The same by the two ops that it joins, each as the registry has it: TOKENSPEED_KERNELS=rope_tree_attention=parts.
+OPS["rope_tree_attention"]["parts"] = Impl("tokenspeed.kernels.parts:rope_tree_attention", "any")
 # CUDA C++ kernels come behind Triton until they are measured to be faster: TOKENSPEED_KERNELS asks for them.
 OPS["add_rms_norm"]["cuda"] = Impl(
     "tokenspeed.kernels.cuda:add_rms_norm", "cuda", "tokenspeed.kernels.cuda:ready"

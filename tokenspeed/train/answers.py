@@ -26,6 +26,7 @@ class Answer(NamedTuple):
 
     tokens: np.ndarray  # int32 [n] prompt, then answer, with the stop token if one ended it
     num_prompt: int  # of them, 1 to n - 1
+    temperature: float = 0.0  # at which the answer was sampled
 
 
 def read_answers(directory: str | Path) -> list[Answer]:
@@ -42,8 +43,10 @@ def read_answers(directory: str | Path) -> list[Answer]:
         tensors = _read_shard(directory / name, index["vocab_size"])
         offsets = tensors["offsets"]
         answers += [
-            Answer(tensors["tokens"][offsets[i] : offsets[i + 1]], int(count))
-            for i, count in enumerate(tensors["num_prompt"])
+            Answer(tensors["tokens"][offsets[i] : offsets[i + 1]], int(count), float(temperature))
+            for i, (count, temperature) in enumerate(
+                zip(tensors["num_prompt"], tensors["temperatures"], strict=True)
+            )
         ]
     found = len(answers), sum(len(answer.tokens) for answer in answers)
     if found != (index["num_answers"], index["num_tokens"]):

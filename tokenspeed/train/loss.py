@@ -36,13 +36,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def row_loss(
-    student: Tensor, teacher: Tensor, rows: Tensor, weight: Tensor, tau: float, lk: float, dtype: torch.dtype
+    student: Tensor, teacher: Tensor, rows: Tensor, weight: Tensor, tau: Tensor, lk: float, dtype: torch.dtype
 ) -> RowLoss:
     """Loss of each row of `student` against its row of `teacher`.
 
     Args:
         student: float32 [n, V] s. teacher: float32 [m, V] t. rows: int64 [n] below m.
-        weight: float32 [n]; the results of a row with weight 0 are 0.
+        weight: float32 [n]; the results of a row with weight 0 are 0. tau: float32 [n], above 0.
         dtype: of the gradient.
     """
     if student.is_cuda:
@@ -53,10 +53,10 @@ def row_loss(
 
 
 def _row_loss(
-    student: Tensor, teacher: Tensor, rows: Tensor, weight: Tensor, tau: float, lk: float, dtype: torch.dtype
+    student: Tensor, teacher: Tensor, rows: Tensor, weight: Tensor, tau: Tensor, lk: float, dtype: torch.dtype
 ) -> RowLoss:
     """`row_loss` in plain torch."""
-    log_p = (teacher / tau).log_softmax(-1)[rows]
+    log_p = (teacher[rows] / tau[:, None]).log_softmax(-1)
     log_q = student.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     losing = torch.where(q < p, q, 0.0)  # where min(p, q) follows q
@@ -75,7 +75,7 @@ class _Distil(torch.autograd.Function):
         grads, losses, hits = torch.empty_like(out), [], []
         for i in range(out.shape[0]):
             teacher, student = scores(hidden[i], head), scores(out[i], head)
-            found = row_loss(student, teacher, rows[i], weight[i], tau, lk, head.dtype)
+            found = row_loss(student, teacher, rows[i], weight[i], tau[i], lk, head.dtype)
             torch.mm(found.grad, head, out=grads[i])
             losses.append(found.loss.sum())
             hits.append(found.hit)
@@ -89,14 +89,14 @@ class _Distil(torch.autograd.Function):
 
 
 def distil(
-    out: Tensor, hidden: Tensor, rows: Tensor, weight: Tensor, head: Tensor, tau: float, lk: float
+    out: Tensor, hidden: Tensor, rows: Tensor, weight: Tensor, head: Tensor, tau: Tensor, lk: float
 ) -> tuple[Tensor, Tensor]:
     """Weighted loss of a batch; its gradient reaches `out` alone, and is there with the loss itself.
 
     Args:
         out: [B, n, H] of the draft. hidden: [B, L, H] of the target, both after their last norm.
         rows: int64 [B, n], the place in `hidden` that an output should agree with.
-        weight: float32 [B, n]. head: [V, H], in the dtype of out and hidden.
+        weight, tau: float32 [B, n]. head: [V, H], in the dtype of out and hidden.
 
     Returns:
         The sum, float32, and bool [B, n]: whose best token is the target's, False where the weight is 0.

@@ -22,7 +22,7 @@ def row_loss_kernel_(
     losses,
     entropies,
     hits,
-    inv_tau,
+    taus,
     lk,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,6 +39,7 @@ def row_loss_kernel_(
         tl.store(entropies + i, 0.0)
         tl.store(hits + i, 0)
         return
+    inv_tau = 1.0 / tl.load(taus + i)
     student += i * SIZE
     teacher += tl.load(rows + i) * SIZE
     peak_s, total_s, best_s = float("-inf"), 0.0, 0
@@ -77,10 +78,10 @@ def row_loss_kernel_(
 
 
 def row_loss_kernel(
-    student: Tensor, teacher: Tensor, rows: Tensor, weight: Tensor, tau: float, lk: float, dtype: torch.dtype
+    student: Tensor, teacher: Tensor, rows: Tensor, weight: Tensor, tau: Tensor, lk: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of `loss.RowLoss`; arguments as there, all contiguous."""
-    if not all(x.is_contiguous() for x in (student, teacher, rows, weight)):
+    if not all(x.is_contiguous() for x in (student, teacher, rows, weight, tau)):
         raise ValueError("the loss kernel needs contiguous rows")
     count, size = student.shape
     grad = torch.empty(student.shape, dtype=dtype, device=student.device)
@@ -95,7 +96,7 @@ def row_loss_kernel(
         loss,
         entropy,
         hit,
-        1.0 / tau,
+        tau,
         lk,
         SIZE=size,
         BLOCK=_BLOCK,

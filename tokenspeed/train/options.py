@@ -44,7 +44,9 @@ class TrainOptions:
     ffn: int = 2048
     window: int = 512
     lr: float = 8e-3
-    tau: float = 0.6
+    tau: float = (
+        0.6  # of the target's distribution; an answer sampled at more is learned at its own temperature
+    )
     lk: float = 1.0
     decay: float = 0.8  # of the weight of each further step of the unroll
     rank: int = 96

@@ -20,6 +20,7 @@ class Text(Protocol):
 
     tokens: np.ndarray  # int32 [n]
     num_prompt: int
+    temperature: float  # of the answer's sampling
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Batch(NamedTuple):
     cu_rows: np.ndarray  # int32 [C + 1] begins of all texts in the batch as one row; unused ones are empty
     starts: np.ndarray  # int64 [B, M] places in the row; a round's root is the token after its start
     counts: np.ndarray  # int64 [B, M] steps of the unroll that stay within the text, 0 of unused starts
+    temperatures: np.ndarray  # float32 [B, M] of the starts' texts
 
 
 class Position(NamedTuple):
@@ -70,7 +72,7 @@ class Packer:
     def __init__(self, texts: Sequence[Text], shape: Shape, seed: int):
         self.shape, self._seed = shape, seed
         self._texts = [
-            (text.tokens[: shape.length], text.num_prompt)
+            (text.tokens[: shape.length], text.num_prompt, text.temperature)
             for text in texts
             if text.num_prompt >= 1 and min(len(text.tokens), shape.length) >= text.num_prompt + MIN_ANSWER
         ]
@@ -107,13 +109,15 @@ class Packer:
         tokens = np.zeros((shape.num_rows, shape.length), np.int64)
         begins, last = np.zeros_like(tokens), np.zeros_like(tokens)
         possible = np.zeros(tokens.shape, bool)
+        temperatures = np.zeros(tokens.shape, np.float32)
         places = []
         for r in range(shape.num_rows):
             at = 0
             for i in rows[r] if r < len(rows) else ():
-                text, num_prompt = self._texts[i]
+                text, num_prompt, temperature = self._texts[i]
                 end = at + len(text)
                 tokens[r, at:end] = text
+                temperatures[r, at:] = temperature
                 begins[r, at:], last[r, at:] = at, end - 2  # the last token's state predicts what never came
                 possible[r, at + num_prompt - 1 : end - 2] = True
                 places.append(r * shape.length + at)
@@ -125,7 +129,7 @@ class Packer:
         starts = _choose(possible, shape.num_starts, rng)
         ends = np.take_along_axis(last, starts, 1)
         counts = np.where(np.take_along_axis(possible, starts, 1), np.minimum(ends - starts, shape.unroll), 0)
-        return Batch(tokens, begins, cu_rows, starts, counts)
+        return Batch(tokens, begins, cu_rows, starts, counts, np.take_along_axis(temperatures, starts, 1))
 
 
 def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:

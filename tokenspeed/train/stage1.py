@@ -43,13 +43,14 @@ class DraftStage:
         valid, rows = outputs_used(inputs, out.shape[1])
         starts = (inputs.counts > 0).sum().clamp(min=1)
         weight = valid * (self._weights[:, None] / starts)
+        tau = inputs.temperatures.clamp(min=self._tau)[:, None].expand_as(weight)
         loss, hit = distil(
             out.flatten(1, 2),
             hidden,
             rows.flatten(1),
             weight.flatten(1),
             self.target.head,
-            self._tau,
+            tau.flatten(1),
             self._lk,
         )
         params = self.draft.params

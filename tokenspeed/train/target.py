@@ -26,6 +26,7 @@ class Inputs:
         self.cu_rows = torch.zeros(shape.num_texts + 1, dtype=torch.int32, device=device)
         self.starts = torch.zeros(shape.num_rows, shape.num_starts, dtype=torch.int64, device=device)
         self.counts = torch.zeros_like(self.starts)
+        self.temperatures = torch.zeros(self.starts.shape, device=device)
         # A GPU takes the texts' places from `cu_rows`, and from here only bounds.
         self.chunks = [(0, shape.length)] * shape.num_texts
 

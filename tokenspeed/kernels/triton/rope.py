@@ -74,8 +74,27 @@ def _rotate(first, second, cos_sin, position, half, HALF: tl.constexpr):
     """Both halves of heads [heads, HALF], rotated."""
     cos = tl.load(cos_sin + position * (2 * HALF) + half, half < HALF, 0.0)[None, :]
     sin = tl.load(cos_sin + position * (2 * HALF) + HALF + half, half < HALF, 0.0)[None, :]
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    return _turn(first, second, cos, -sin), _turn(second, first, cos, sin)
+
+
+@triton.jit
+def _turn(x, partner, cos, sin):
+    """x * cos + partner * sin in x's dtype. The fused product is asked for: so all kernels give the same bits."""
+    return tl.fma(x.to(tl.float32), cos, partner.to(tl.float32) * sin).to(x.dtype)
+
+
+@triton.jit
+def load_rotated(heads, dims, positions, cos_sin, inside, HALF: tl.constexpr):
+    """Heads as rope_store_kv leaves them: a tile of rows by dims, or of dims by rows.
+
+    heads: pointers to the rows' first elements, [R, 1] or [1, R]; positions int64 likewise; dims: the other axis.
+    """
+    low = dims < HALF
+    angles = cos_sin + positions * (2 * HALF) + tl.where(low, dims, dims - HALF)
+    x = tl.load(heads + dims, inside, 0.0)
+    partner = tl.load(heads + tl.where(low, dims + HALF, dims - HALF), inside, 0.0)
+    cos, sin = tl.load(angles, inside, 0.0), tl.load(angles + HALF, inside, 0.0)
+    return _turn(x, partner, cos, tl.where(low, -sin, sin))
 
 
 def rope_store_kv(
