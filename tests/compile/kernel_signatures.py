@@ -10,10 +10,11 @@ from triton.runtime import JITFunction
 
 from tokenspeed.kernels import triton as package
 from tokenspeed.kernels.triton.few_rows import gated_tile, sums_tile, whole_tile
+from tokenspeed.kernels.triton.small_layer import BLOCK_T, block_k, small_tile
 
 _TYPE_NAMES = {
-    "data": "x weight residual bias gate_up q k v k_store v_store k_cache v_cache tail_k tail_v kv out table aux "
-    "root_aux state token_gain state_gain slot_aux page_aux",
+    "data": "x weight norm_weight residual bias gate_up q k v k_store v_store k_cache v_cache tail_k tail_v kv out "
+    "table aux root_aux state token_gain state_gain slot_aux page_aux",
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
@@ -89,10 +90,33 @@ def _few_rows() -> Iterator[Build]:
     yield Build(small, ("fp32",), num_stages=7)
 
 
+def _small(**more) -> Iterator[Build]:
+    """SmolLM2's K and the largest, one row and several, the stream in float32 and in the weight's dtype."""
+    for size, rows, pdl in (
+        (576, 1, True),
+        (576, 8, True),
+        (1536, 8, True),
+        (2048, 1, False),
+        (576, 8, False),
+    ):
+        tile = small_tile(size)
+        constants = (
+            dict(PDL=pdl, SIZE=size, PARTS=tile.warps, BLOCK_N=tile.rows, BLOCK_K=block_k(size)) | more
+        )
+        constants |= dict(BLOCK_T=BLOCK_T) | (dict(BLOCK_R=rows) if more else {})
+        wide = (("residual", "*fp32"),)
+        yield Build(constants, _HALVES[:1], tile.warps, types=wide)
+        if not pdl:
+            yield Build(constants, _ALL, tile.warps)
+
+
 BUILDS: dict[str, list[Build]] = {
     "rms_norm_kernel": [
-        Build(dict(SIZE=576, BLOCK=1024), _ALL, 2),
-        Build(dict(SIZE=4096, BLOCK=4096), num_warps=8, types=(("x", "*fp32"),)),
+        Build(dict(PDL=False, SIZE=576, BLOCK=1024), _ALL, 2),
+        *(
+            Build(dict(PDL=pdl, SIZE=4096, BLOCK=4096), num_warps=8, types=(("x", "*fp32"),))
+            for pdl in (False, True)
+        ),
     ],
     "add_rms_norm_kernel": [
         Build(dict(SIZE=576, BLOCK=1024), _ALL, 2),
@@ -106,6 +130,8 @@ BUILDS: dict[str, list[Build]] = {
         for splits, pdl in ((1, False), (4, False), (4, True))
     ],
     "few_rows_kernel": list(_few_rows()),
+    "norm_linear_kernel": [*_small(GATED=False), *_small(GATED=True)],
+    "linear_add_kernel": list(_small()),
     "embed_rms_norm_kernel": [Build(dict(SIZE=4096, BLOCK=4096), _ALL, 8, types=(("residual", "*fp32"),))],
     "silu_and_mul_kernel": [Build(dict(BLOCK=1024), _ALL)],
     "rope_store_kv_kernel": [

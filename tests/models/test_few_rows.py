@@ -11,11 +11,13 @@ from tokenspeed.distributed.groups import TensorParallel
 from tokenspeed.kernels import registry
 from tokenspeed.layers import few_rows, linear, mlp
 from tokenspeed.layers.parameter import Placement
+from tokenspeed.models import decoder
 from tokenspeed.models.config import load_model_config
 from tokenspeed.models.weights import load_model
 
 GPU = torch.device("cuda")
 OPS = ("linear_rows", "linear_sums", "gate_up_silu")
+WIDTH = 1536  # SmolLM2-135M's largest K
 
 
 @pytest.fixture
@@ -25,6 +27,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(few_rows, "WINS", {(9, 0): {"gate_up_silu": 8}})
+    monkeypatch.setattr(few_rows, "SMALL_WINS", {(9, 0): (4, WIDTH)})
 
 
 def place(dtype=torch.bfloat16, device=GPU, **more) -> Placement:
@@ -33,8 +36,10 @@ def place(dtype=torch.bfloat16, device=GPU, **more) -> Placement:
 
 def test_nothing_is_on_that_was_not_measured(hopper, monkeypatch):
     assert [few_rows.most_rows(op, place(), False) for op in OPS] == [0, 0, 8]
+    assert [few_rows.small_rows(place(), False, width) for width in (576, WIDTH, WIDTH + 1)] == [4, 4, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert {few_rows.most_rows(op, place(), False) for op in OPS} == {0}
+    assert few_rows.small_rows(place(), False, 576) == 0
 
 
 @pytest.mark.parametrize(
@@ -48,14 +53,31 @@ def test_nothing_is_on_that_was_not_measured(hopper, monkeypatch):
     ],
 )
 def test_other_products_keep_their_path(hopper, monkeypatch, where, bias):
-    assert few_rows.most_rows("gate_up_silu", where, bias) == 0
-    monkeypatch.setenv(registry.ENV, "gate_up_silu=triton")
-    assert few_rows.most_rows("gate_up_silu", where, bias) == 0
+    forced = ",".join(f"{op}=triton" for op in ("gate_up_silu", *few_rows.SMALL_OPS))
+    for value in ("", forced):
+        monkeypatch.setenv(registry.ENV, value)
+        assert few_rows.most_rows("gate_up_silu", where, bias) == 0
+        assert few_rows.small_rows(where, bias, 576) == 0
 
 
 def test_the_environment_overrules(hopper, monkeypatch):
     monkeypatch.setenv(registry.ENV, "gate_up_silu=torch,linear_sums=triton")
     assert [few_rows.most_rows(op, place(), False) for op in OPS] == [0, few_rows.MOST_ROWS, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "rows"),
+    [
+        ("linear_add=torch", 0),
+        ("norm_linear=triton", 4),
+        ("all=triton", few_rows.MOST_ROWS),
+        ("all=torch", 0),
+    ],
+)
+def test_the_ops_of_a_small_layer_are_forced_together(hopper, monkeypatch, value, rows):
+    monkeypatch.setenv(registry.ENV, value)
+    assert few_rows.small_rows(place(), False, 576) == rows
+    assert few_rows.small_rows(place(), False, kernels.SMALL_K + 1) == 0
 
 
 def in_parts(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,4 +101,29 @@ def test_logits_equal_transformers(tiny_model_dir, monkeypatch, most):
     hidden, _ = model.forward(input_ids, torch.arange(NUM_TOKENS), DenseCausal(config, NUM_TOKENS))
     torch.testing.assert_close(model.logits(hidden), want, atol=1e-4, rtol=1e-4)
     layer = ["linear_rows", "linear_sums", "gate_up_silu", "linear_sums"]
+    assert called == (layer * config.num_layers if most == NUM_TOKENS else [])
+
+
+@pytest.mark.parametrize("most", [NUM_TOKENS, NUM_TOKENS - 1])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@torch.no_grad()
+def test_small_layers_equal_transformers(tiny_model_dir, monkeypatch, kind, most):
+    """Logits, and the states that a draft reads, of the form that reads and writes the residual stream."""
+    called = []
+    monkeypatch.setattr(decoder, "small_rows", lambda place, bias, width: most)
+    for op in few_rows.SMALL_OPS:
+        fn = vars(kernels)[op]
+        monkeypatch.setattr(kernels, op, lambda *args, op=op, fn=fn: called.append(op) or fn(*args))
+    path, input_ids = tiny_model_dir(kind), tokens()
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    want = hf(input_ids[None], output_hidden_states=True)
+    config = load_model_config(path)
+    model = load_model(path, config, "cpu", torch.float32)
+    aux_layers = (*range(config.num_layers - 1), config.num_layers)
+    attn = DenseCausal(config, NUM_TOKENS)
+    hidden, aux = model.forward(input_ids, torch.arange(NUM_TOKENS), attn, aux_layers)
+    torch.testing.assert_close(model.logits(hidden), want.logits[0], atol=1e-4, rtol=1e-4)
+    states = torch.cat([state[0] for state in want.hidden_states[1:]], -1)
+    torch.testing.assert_close(aux, states, atol=1e-4, rtol=1e-4)
+    layer = ["norm_linear", "linear_add", "norm_gate_up_silu", "linear_add"]
     assert called == (layer * config.num_layers if most == NUM_TOKENS else [])

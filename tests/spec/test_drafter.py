@@ -19,11 +19,13 @@ from spec.draft_cases import (
     target_config,
 )
 
+from tokenspeed import kernels
 from tokenspeed.attention.kv_pool import KvPool
 from tokenspeed.attention.sdpa import TreeAttention
 from tokenspeed.attention.triton import TreeAttention as KernelTreeAttention
 from tokenspeed.config import Shape
 from tokenspeed.spec.base import Frontier
+from tokenspeed.spec.eagle4 import model
 from tokenspeed.spec.eagle4.config import check_draft
 from tokenspeed.spec.eagle4.drafter import EagleDrafter
 from tokenspeed.spec.eagle4.load import load_drafter
@@ -125,14 +127,25 @@ def test_rows_and_trees_equal_the_dense_draft(tmp_path, variant, attention):
             assert tree.parents[b].tolist() == parents
 
 
+@pytest.mark.parametrize("variant", ["eagle4", "eagle3", "eagle3 norm_before_residual", "eagle"])
+def test_a_small_layer_drafts_alike(tmp_path, monkeypatch, variant):
+    """The form for few rows, which reads and writes the residual stream (layers.few_rows)."""
+    added, add = [], kernels.linear_add
+    monkeypatch.setattr(model, "small_rows", lambda place, bias, width: 0 if bias else 6)
+    monkeypatch.setattr(kernels, "linear_add", lambda x, *more: added.append(len(x)) or add(x, *more))
+    test_rows_and_trees_equal_the_dense_draft(tmp_path, variant, KernelTreeAttention)
+    # Roots of three requests, then one or two lanes each; the three lanes of the first shape are too many.
+    assert set(added) == {3} and len(added) == 2 * (1 + 5 + 1)
+
+
 def test_the_packaged_draft(tmp_path):
     """The real checkpoint beside a made-up target of the right sizes, on random states."""
-    model = target_config(
+    sizes = target_config(
         vocab_size=49152, hidden_size=576, num_layers=30, windows=(None,) * 30, num_heads=9, num_kv_heads=3,
         head_dim=64, intermediate_size=8, tie_word_embeddings=True,
     )  # fmt: skip
-    target = make_target(5, model)
-    config = check_draft(PACKAGED, "eagle4", model, tmp_path)
+    target = make_target(5, sizes)
+    config = check_draft(PACKAGED, "eagle4", sizes, tmp_path)
     raw = json.loads((PACKAGED / "config.json").read_text())
     assert list(config.aux_layers) == raw["eagle_aux_hidden_state_layer_ids"]
     assert (config.window, config.rank) == (raw["sliding_window"], raw["candidate_head"]["rank"])

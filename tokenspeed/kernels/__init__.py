@@ -11,10 +11,14 @@ from tokenspeed.kernels.attention_ops import rope_store_kv as rope_store_kv
 from tokenspeed.kernels.attention_ops import rope_tree_attention as rope_tree_attention
 from tokenspeed.kernels.attention_ops import tree_attention as tree_attention
 from tokenspeed.kernels.attention_ops import tree_attention_invariant as tree_attention_invariant
+from tokenspeed.kernels.few_rows_ops import SMALL_K as SMALL_K
 from tokenspeed.kernels.few_rows_ops import add_partials_rms_norm as add_partials_rms_norm
 from tokenspeed.kernels.few_rows_ops import gate_up_silu as gate_up_silu
+from tokenspeed.kernels.few_rows_ops import linear_add as linear_add
 from tokenspeed.kernels.few_rows_ops import linear_rows as linear_rows
 from tokenspeed.kernels.few_rows_ops import linear_sums as linear_sums
+from tokenspeed.kernels.few_rows_ops import norm_gate_up_silu as norm_gate_up_silu
+from tokenspeed.kernels.few_rows_ops import norm_linear as norm_linear
 from tokenspeed.kernels.registry import Op
 from tokenspeed.kernels.round_ops import accept as accept
 from tokenspeed.kernels.round_ops import commit as commit

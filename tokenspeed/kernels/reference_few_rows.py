@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenspeed.kernels.reference import add_rms_norm
+from tokenspeed.kernels.reference import add_rms_norm, rms_norm
 
 
 def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -28,3 +28,18 @@ def add_partials_rms_norm(partials: Tensor, residual: Tensor, weight: Tensor, ep
     for part in partials[1:]:
         total = total + part
     return add_rms_norm(total, residual, weight, eps)
+
+
+def norm_linear(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """See `tokenspeed.kernels.norm_linear`."""
+    return linear_rows(rms_norm(residual, norm_weight, eps), weight)
+
+
+def norm_gate_up_silu(residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """See `tokenspeed.kernels.norm_gate_up_silu`."""
+    return gate_up_silu(rms_norm(residual, norm_weight, eps), weight)
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """See `tokenspeed.kernels.linear_add`."""
+    residual.add_(F.linear(x.float(), weight.float()))

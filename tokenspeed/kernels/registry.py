@@ -80,6 +80,9 @@ OPS |= {
         ("linear_sums", "few_rows"),
         ("gate_up_silu", "few_rows"),
         ("add_partials_rms_norm", "norm"),
+        ("norm_linear", "small_layer"),
+        ("norm_gate_up_silu", "small_layer"),
+        ("linear_add", "small_layer"),
     )
 }
 OPS |= {

@@ -48,16 +48,22 @@ class SelfAttention:
 
         `layer` is the layer's index in the KV pool.
         """
-        q, k, v = self.project(x)
-        return self.o.apply(attn(layer, q, k, v).reshape(x.shape[0], -1))
+        return self.o.apply(self._attend(layer, self.qkv.apply(x), attn))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, in_features] -> q [T, Hq, D], k and v [T, Hkv, D], not rotated yet; rows may be strided."""
-        heads = self.qkv.apply(x).view(x.shape[0], -1, self.head_dim)  # q, k and v heads one after another
+    def add_apply(self, layer: int, qkv: Tensor, residual: Tensor, attn: Attend) -> None:
+        """residual [T, out_features] += what `apply` makes of qkv [T, ...], the output of `self.qkv`.
+
+        Where `few_rows.small_rows` allows it.
+        """
+        self.o.add_apply(self._attend(layer, qkv, attn), residual)
+
+    def _attend(self, layer: int, qkv: Tensor, attn: Attend) -> Tensor:
+        """[T, Hq * D]. attn gets q [T, Hq, D], k and v [T, Hkv, D], not rotated yet; rows may be strided."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)  # q, k and v heads one after another
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None:
             q, k = self.q_norm.apply(q), self.k_norm.apply(k)
-        return q, k, v
+        return attn(layer, q, k, v).reshape(qkv.shape[0], -1)
 
     def params(self, prefix: str) -> Params:
         found = self.qkv.params(prefix) | self.o.params(prefix)

@@ -20,6 +20,7 @@ from torch import Tensor
 from tokenspeed import kernels
 from tokenspeed.distributed.comm import all_reduce
 from tokenspeed.layers.few_rows import most_rows
+from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.parameter import Param, Params, Placement
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -122,6 +123,10 @@ class ColumnParallel:
         """x [T, K] -> [T, sum(sizes)]."""
         return self._linear.apply(x)
 
+    def norm_apply(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """apply(norm.apply(residual)) in one launch, where `few_rows.small_rows` allows it."""
+        return kernels.norm_linear(residual, norm.weight, norm.eps, self.weight)
+
     def last(self, num_parts: int) -> Linear:
         """The last parts alone, sharing this layer's weight. Ask before it is loaded."""
         first = sum(self.sizes[:-num_parts])
@@ -163,6 +168,10 @@ class RowParallel:
             return y
         y = all_reduce(y, self._tp)
         return y if self.bias is None else y + self.bias
+
+    def add_apply(self, x: Tensor, residual: Tensor) -> None:
+        """residual [T, N] += apply(x) in one launch, where `few_rows.small_rows` allows it."""
+        kernels.linear_add(x, self._linear.weight, residual)
 
     def params(self, prefix: str) -> Params:
         weight = self._linear.weight

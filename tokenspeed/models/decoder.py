@@ -10,6 +10,7 @@ from tokenspeed import kernels
 from tokenspeed.attention.base import Attention
 from tokenspeed.layers.attention import SelfAttention
 from tokenspeed.layers.embedding import Embedding, Head, VocabTable
+from tokenspeed.layers.few_rows import small_rows
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.parameter import Params, Placement
@@ -17,7 +18,9 @@ from tokenspeed.models.config import ModelConfig
 
 
 class DecoderLayer:
-    """One layer. Its last addition to the residual stream is fused with the next norm, by the caller."""
+    """One layer, in two forms: `apply`, whose last addition to the residual stream is fused with the next norm, by the
+    caller; and for few rows of a small model, whose time is launches, `add_apply`, which reads and writes the stream.
+    """
 
     def __init__(self, config: ModelConfig, place: Placement):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
@@ -48,6 +51,14 @@ class DecoderLayer:
         x = self.attention.apply(index, normed, attn)
         return self.mlp.apply(self.post_norm.add_apply(x, residual))
 
+    def add_apply(self, index: int, residual: Tensor, attn: Attention) -> None:
+        """Adds attention and MLP to the stream in place, in four launches and attn's, where `few_rows.small_rows`
+        allows it. Arguments as of `apply`.
+        """
+        qkv = self.attention.qkv.norm_apply(residual, self.input_norm)
+        self.attention.add_apply(index, qkv, residual, attn)
+        self.mlp.add_apply(residual, self.post_norm)
+
     def params(self, prefix: str) -> Params:
         return {
             **self.input_norm.params(f"{prefix}input_layernorm."),
@@ -75,6 +86,9 @@ class Decoder:
         self.embedding = Embedding(table)
         self.layers = [DecoderLayer(config, place) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        bias = config.qkv_bias or config.o_bias or config.mlp_bias
+        width = max(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+        self._small_rows = small_rows(place, bias, width)
         tied = config.tie_word_embeddings
         self.head = Head(table if tied else VocabTable(config.vocab_size, config.hidden_size, place), place)
         if tied:
@@ -97,12 +111,18 @@ class Decoder:
         """
         residual, x = self._input(input_ids)
         rows, width = residual.shape
+        small = 0 < rows <= self._small_rows
         aux = x.new_empty(rows, len(aux_layers), width) if aux_layers else None
         for i, layer in enumerate(self.layers):
-            after = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
-            x = after.add_apply(layer.apply(i, x, residual, attn), residual)
+            if small:
+                layer.add_apply(i, residual, attn)
+            else:
+                after = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
+                x = after.add_apply(layer.apply(i, x, residual, attn), residual)
             for j in _places(i, aux_layers):
                 aux[:, j] = residual
+        if small:
+            x = self.norm.apply(residual)
         for j in _places(len(self.layers), aux_layers):
             aux[:, j] = x
         return x, None if aux is None else aux.view(rows, -1)

@@ -19,17 +19,21 @@ def rms_norm_kernel(
     stride_inner,
     stride_weight,
     eps,
+    PDL: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
+    gain = tl.load(weight + row % inner * stride_weight + cols, inside, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     values = tl.load(x + row // inner * stride_outer + row % inner * stride_inner + cols, inside, 0.0).to(
         tl.float32
     )
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / SIZE + eps)
-    gain = tl.load(weight + row % inner * stride_weight + cols, inside, 0.0).to(tl.float32)
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + cols, (normed * gain).to(out.dtype.element_ty), inside)
 
@@ -99,8 +103,9 @@ def embed_rms_norm_kernel(ids, table, weight, residual, out, eps, SIZE: tl.const
     tl.store(out + row * SIZE + cols, (values * scale * gain).to(out.dtype.element_ty), inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `tokenspeed.kernels.rms_norm`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool | None = None) -> Tensor:
+    """See `tokenspeed.kernels.rms_norm`. pdl: started early; None: where the GPU can."""
+    pdl = has_pdl() if pdl is None else pdl
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     if not x.numel():
         return out
@@ -116,9 +121,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         stride_inner,
         weight.stride(0) if weight.dim() > 1 else 0,
         eps,
+        PDL=pdl,
         SIZE=size,
         BLOCK=block,
         num_warps=num_warps(block),
+        **launch_options(pdl),
     )
     return out
 

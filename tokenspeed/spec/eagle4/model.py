@@ -14,6 +14,7 @@ from tokenspeed import kernels
 from tokenspeed.distributed.groups import TensorParallel
 from tokenspeed.layers.attention import Attend, SelfAttention
 from tokenspeed.layers.embedding import Embedding, VocabTable
+from tokenspeed.layers.few_rows import small_rows
 from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.mlp import GatedMLP
 from tokenspeed.layers.norm import RMSNorm, add
@@ -61,6 +62,7 @@ class DraftModel:
         self.post_norm = RMSNorm(h, eps, place)
         self.mlp = GatedMLP(h, c.intermediate_size, place)
         self.norm = RMSNorm(h, eps, place) if c.wide else None
+        self._small_rows = small_rows(place, o_bias, max(h, c.num_heads * c.head_dim, c.intermediate_size))
 
     def features(self, aux: Tensor) -> Tensor:
         """aux [T, A] target states -> state [T, H] of a first step; fresh for EAGLE-3 and 4, else aux."""
@@ -100,12 +102,14 @@ class DraftModel:
             out [T, H] for the head, and the state of the next step, [T, H].
         """
         x, residual = self._input(tokens, state, parents)
-        y = self.post_norm.add_apply(self.attention.apply(LAYER, x, attn), residual)
-        y = self.mlp.apply(y)
-        if self.norm is None:
-            out = add(y, residual)
-            return out, out
-        out = self.norm.add_apply(y, residual)
+        if 0 < len(x) <= self._small_rows:
+            self.attention.add_apply(LAYER, self.attention.qkv.apply(x), residual, attn)
+            self.mlp.add_apply(residual, self.post_norm)
+            out = residual if self.norm is None else self.norm.apply(residual)
+        else:
+            y = self.post_norm.add_apply(self.attention.apply(LAYER, x, attn), residual)
+            y = self.mlp.apply(y)
+            out = add(y, residual) if self.norm is None else self.norm.add_apply(y, residual)
         return out, out if self.config.norm_output else residual
 
     def _input(self, tokens: Tensor, state: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor]:
