@@ -164,18 +164,15 @@ class FakeGraphs:
     """Rounds that cost nothing."""
 
     def __init__(self, load: Load):
-        shape = (load.requests, SHAPES[0].steps + 1 if load.tokens > 1 else 1)
-        self._round = (
-            torch.randint(1, 1000, shape),
-            torch.full(shape[:1], load.tokens),
-            torch.zeros(shape[0], dtype=torch.int64),
-        )
+        most = SHAPES[0].steps + 1 if load.tokens > 1 else 1
+        self._packed = torch.randint(1, 1000, (load.requests, most + 2))  # as RoundResult.packed
+        self._packed[:, -2], self._packed[:, -1] = load.tokens, 0
 
     def covers(self, batch: int, shape: Shape | None) -> bool:
         return True
 
-    def replay(self, slots: list[int], shape: Shape | None) -> Any:
-        return self._round
+    def replay(self, slots: list[int], shape: Shape | None) -> torch.Tensor:
+        return self._packed
 
 
 def worker_time(load: Load) -> float:
