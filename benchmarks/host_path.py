@@ -7,7 +7,6 @@ rounds_in_flight of 2 they must take less than one round. What is after them run
 own: it must take less than a round too, or it falls behind. The model is needed for its tokenizer only.
 """
 
-import argparse
 import asyncio
 import gc
 import json
@@ -15,16 +14,21 @@ import multiprocessing
 import random
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
+from operator import sub
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
+import uvicorn
+import uvloop
 
 from tokenspeed.bench.report import document, write_json
+from tokenspeed.cli.args import Parser, positive, positives
 from tokenspeed.config import Config, Resolved, Shape
 from tokenspeed.ipc.messages import (
     Generate,
@@ -95,12 +99,11 @@ def timed(load: Load, one_round: Callable[[], None]) -> float:
     """Median microseconds of a round."""
     for _ in range(WARM_UP):
         one_round()
-    times = []
+    marks = [time.perf_counter()]
     for _ in range(load.rounds):
-        start = time.perf_counter()
         one_round()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+        marks.append(time.perf_counter())
+    return statistics.median(map(sub, marks[1:], marks)) * 1e6
 
 
 # ---- between two rounds of the GPU
@@ -229,9 +232,7 @@ def tokenizer_loop(load: Load) -> tuple[TokenizerLoop, Sink]:
 
 def tokenizer_time(load: Load) -> float:
     loop, to_server = tokenizer_loop(load)
-    rounds = load.outputs()
-    prepared = [next(rounds) for _ in range(WARM_UP + load.rounds)]
-    ahead = iter(prepared)
+    ahead = iter(list(load.outputs()))
 
     def one_round() -> None:
         loop.handle([next(ahead)])
@@ -280,8 +281,7 @@ class FakeLink:
     async def ended(self) -> float:
         """Median microseconds of CPU time of a round."""
         await self._ended.wait()
-        pairs = zip(self.marks[WARM_UP:], self.marks[WARM_UP + 1 :], strict=False)
-        return statistics.median(b - a for a, b in pairs) * 1e6
+        return statistics.median(map(sub, self.marks[WARM_UP + 1 :], self.marks[WARM_UP:])) * 1e6
 
     def close(self) -> None:
         pass
@@ -328,8 +328,6 @@ def read_streams(port: int, model: str, count: int) -> None:
 
 async def server_time(load: Load) -> float:
     """The HTTP server: one event a request and round, to sockets."""
-    import uvicorn
-
     link = FakeLink(load, texts_of(load))
     client = EngineClient(link, link)
     app = create_app(client, load.resolved)
@@ -353,15 +351,6 @@ async def server_time(load: Load) -> float:
     return took
 
 
-def in_loop(work: Any) -> float:
-    """Runs as the processes do, with uvloop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    return uvloop.run(work)
-
-
 # ---- all of it
 
 
@@ -373,8 +362,8 @@ def measure(load: Load) -> dict[str, Any]:
         **scheduler_times(load),
         **message_times(load),
         "tokenizer": tokenizer_time(load),
-        "offline client": asyncio.run(offline_time(load)),
-        "server, streaming": in_loop(server_time(load)),
+        "offline client": uvloop.run(offline_time(load)),
+        "server, streaming": uvloop.run(server_time(load)),
     }
     between = ("worker", "scheduler: answer", "scheduler: next step", "message: StepDone", "message: Step")
     total = sum(stages[name] for name in between)
@@ -393,20 +382,16 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(f"{'worker to worker, in all':<25}" + "".join(f"{r['between_rounds_us']:>10.0f}" for r in rows))
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(prog="host_path.py", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--requests", type=numbers, default=(1, 64, 256), metavar="N,N,...")
+    parser.add_argument("--requests", type=positives, default=(1, 64, 256), metavar="N,N,...")
     parser.add_argument(
-        "--tokens", type=numbers, default=(1, 4), metavar="N,N,...", help="of a request and round"
+        "--tokens", type=positives, default=(1, 4), metavar="N,N,...", help="of a request and round"
     )
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=positive, default=200)
     parser.add_argument("--output", type=Path, metavar="FILE.json")
-    args = parser.parse_args()
+    args = parser.parse(sys.argv[1:])
     resolved = resolve(Config(model=args.model, device="cpu"), lambda *_: None)
     encoder = Encoder.load(resolved.model_dir)
     rows = [

@@ -97,12 +97,17 @@ class Gain:
         """Expected tokens of a round over rows at these levels."""
         return float(levels.total()) if shape is None else self._shapes[shape].tokens(levels)
 
-    def update(self, shape: Shape, rows: Sequence[tuple[Offset, int]]) -> None:
-        """Learns from a round: of each row its offset and the number of draft tokens that were accepted."""
+    def update(self, shape: Shape, rows: Sequence[tuple[Offset, int]]) -> float:
+        """Learns from a round: of each row its offset and the number of draft tokens that were accepted.
+
+        Returns:
+            the tokens that were expected of it.
+        """
         model, level = self._shapes[shape], self.level
+        levels = [level_index(level + offset.value) for offset, _ in rows]
+        promised = model.tokens(Counter(levels))
         scores = informations = expected = 0.0
-        for offset, accepted in rows:
-            i = level_index(level + offset.value)
+        for i, (offset, accepted) in zip(levels, rows, strict=True):
             score, information = model.scores[i][accepted], model.information[i][accepted]
             expected += model.raw_tokens[i]
             scores, informations = scores + score, informations + information
@@ -113,6 +118,7 @@ class Gain:
         step = scores / (self._information + _SHRINK_SHARED)
         self.level = min(max(level + step, _LOW), _HIGH)
         model.learn(expected, sum(accepted + 1 for _, accepted in rows))
+        return promised
 
     def pass_by(self) -> None:
         """A plain round was run: it says nothing, but time has passed."""

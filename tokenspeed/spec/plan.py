@@ -91,8 +91,7 @@ class AdaptivePlan:
         if shape is None:
             self.gain.pass_by()
         elif rows:
-            self.expected_tokens += self.gain.tokens(shape, self.gain.levels(row.offset for row, _ in rows))
-            self.gain.update(shape, [(row.offset, accepted) for row, accepted in rows])
+            self.expected_tokens += self.gain.update(shape, [(row.offset, taken) for row, taken in rows])
         if elapsed_us and rows:
             context = sum(row.num_tokens for row, _ in rows)
             self.costs.learn(len(rows), shape, context, elapsed_us)
