@@ -9,9 +9,7 @@ own: it must take less than a round too, or it falls behind. The model is needed
 
 import asyncio
 import gc
-import json
 import multiprocessing
-import random
 import socket
 import statistics
 import sys
@@ -62,7 +60,6 @@ PROMPT = 200  # tokens
 PARAMS = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
 SHAPES = (Shape(8, 4, 16), Shape(5, 4, 8), Shape(3, 2, 4))
 WARM_UP = 20  # rounds
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class Load:
@@ -85,14 +82,10 @@ class Load:
             yield Tokens([Output(rid, pack(self.ids(rid, number))) for rid in self.rids])
 
 
-class Sink:
+class Sink(list):
     """A link that keeps what is sent."""
 
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
+    send = list.append
 
 
 def timed(load: Load, one_round: Callable[[], None]) -> float:
@@ -168,8 +161,8 @@ class FakeGraphs:
 
     def __init__(self, load: Load):
         most = SHAPES[0].steps + 1 if load.tokens > 1 else 1
-        self._packed = torch.randint(1, 1000, (load.requests, most + 2))  # as RoundResult.packed
-        self._packed[:, -2], self._packed[:, -1] = load.tokens, 0
+        row = [*range(most), load.tokens, 0]  # as RoundResult.packed
+        self._packed = torch.tensor([row] * load.requests)
 
     def covers(self, batch: int, shape: Shape | None) -> bool:
         return True
@@ -180,11 +173,12 @@ class FakeGraphs:
 
 def worker_time(load: Load) -> float:
     """Runner.launch and result: all of the worker's work on the host but the launch of the graph itself."""
-    rows, no = load.requests, SimpleNamespace(any=lambda slots: False, release=lambda slot: None)
-    no.admit = lambda *_: None
-    state = SlotState(rows, PROMPT + load.params.max_tokens, 16, 0, torch.float32, torch.device("cpu"))
+    nothing = SimpleNamespace(any=lambda slots: False, admit=lambda *_: None)
+    state = SlotState(
+        load.requests, PROMPT + load.params.max_tokens, 16, 0, torch.float32, torch.device("cpu")
+    )
     sampling = SimpleNamespace(set=lambda *_: None)
-    engine = SimpleNamespace(state=state, edits=no, matchers=no, sampling=sampling)
+    engine = SimpleNamespace(state=state, edits=nothing, matchers=nothing, sampling=sampling)
     runner = Runner(engine, FakeGraphs(load), 16)
     scheduler, first = decoding_scheduler(load)
     runner._apply(first)
@@ -211,7 +205,7 @@ def message_times(load: Load) -> dict[str, float]:
         "message: StepDone": (answer(load, step, 0), ToScheduler),
         "message: Step": (step, ToWorker),
         "message: Tokens": (tokens, ToTokenizer),
-        "message: Texts": (to_server.sent[-1], ToServer),
+        "message: Texts": (to_server[-1], ToServer),
     }
     out = {}
     for name, (message, union) in of.items():
@@ -236,7 +230,7 @@ def tokenizer_time(load: Load) -> float:
 
     def one_round() -> None:
         loop.handle([next(ahead)])
-        to_server.sent.clear()
+        to_server.clear()
 
     return timed(load, one_round)
 
@@ -248,7 +242,7 @@ def texts_of(load: Load) -> list[bytes]:
     out = []
     for tokens in load.outputs():
         loop.handle([tokens])
-        out.append(encode(to_server.sent.pop()))
+        out.append(encode(to_server.pop()))
     return out
 
 
@@ -312,9 +306,8 @@ def read_streams(port: int, model: str, count: int) -> None:
 
     async def one() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = json.dumps(
-            {"model": model, "messages": [{"role": "user", "content": "Hi"}], **STREAM}
-        ).encode()
+        asked = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        body = msgspec.json.encode(asked)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
         while await reader.read(1 << 16):
@@ -323,7 +316,7 @@ def read_streams(port: int, model: str, count: int) -> None:
     async def every() -> None:
         await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
 
-    asyncio.run(every())
+    uvloop.run(every())
 
 
 async def server_time(load: Load) -> float:
@@ -355,7 +348,6 @@ async def server_time(load: Load) -> float:
 
 
 def measure(load: Load) -> dict[str, Any]:
-    random.seed(0)
     gc.collect()
     stages = {
         "worker": worker_time(load),
