@@ -82,7 +82,7 @@ class LLM:
         self.info = dict(self._ring.info)
         self.vocab_size = resolved.model.vocab_size
         self._seeds = None if config.seed is None else random.Random(config.seed)
-        self._loop = asyncio.new_event_loop()
+        self._loop = _event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="tokenspeed-client")
         self._thread.start()
         self._client: EngineClient = self._wait(self._connect())
@@ -224,6 +224,14 @@ class LLM:
         out.finished = True
         out.metrics = _summed([choice.metrics for choice in out.outputs])
         return out
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # there is none for this system
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def _prompt(prompt: Any) -> dict:

@@ -66,6 +66,25 @@ def test_a_step_ahead_changes_nothing(make, prompts):
     assert tokens(two, prompts, greedy(64)) == tokens(one, prompts, greedy(64))
 
 
+@pytest.mark.parametrize("spec", [None, "8/4/16"])
+def test_no_launch_waits_for_the_device(make, prompts, spec):
+    """Admissions, prefill, new pages, rounds and releases: PyTorch raises where any of them synchronises."""
+    engine = make(spec, rounds_in_flight=2)
+    engine.generate(prompts, greedy(40))  # compiles kernels
+    launch = engine.runner.launch
+
+    def watched(step):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine.runner.launch = watched
+    engine.generate(prompts, greedy(40))  # all but the last page of each prompt is cached
+    engine.generate([prompt[::-1] for prompt in prompts], sampled(len(prompts)))
+
+
 def test_batch_invariant_bits(make, prompts):
     """bfloat16, where batches and trees round differently unless told not to."""
     plain = make(dtype="bfloat16", batch_invariant=True, enable_prefix_caching=False)

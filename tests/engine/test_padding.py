@@ -26,7 +26,7 @@ class Padded:
     def covers(self, batch: int, shape: Shape | None) -> bool:
         return batch <= BUCKETS[-1]
 
-    def replay(self, slots: list[int], shape: Shape | None) -> tuple[torch.Tensor, ...]:
+    def replay(self, slots: list[int], shape: Shape | None) -> torch.Tensor:
         batch, state = len(slots), self.engine.state
         padding = [state.dummy] * (next(b for b in BUCKETS if b >= batch) - batch)
         self.num_padded += len(padding)
@@ -34,7 +34,7 @@ class Padded:
         result = self.engine.round(torch.tensor(slots + padding), [], shape, None)
         for name, value in self._others(slots).items():
             assert torch.equal(value, before[name]), name
-        return result.tokens[:batch], result.counts[:batch], result.failed[:batch]
+        return result.packed()[:batch]
 
     def _others(self, slots: list[int]) -> dict[str, torch.Tensor]:
         """Copies of all that belongs to none of `slots`, the dummy page and slot left out."""

@@ -9,7 +9,7 @@ import pytest
 from tokenspeed.config import Shape
 from tokenspeed.spec.calibration import Calibration, encode
 from tokenspeed.spec.cost import Costs
-from tokenspeed.spec.gain import Acceptance, Gain, Offset, default_prior
+from tokenspeed.spec.gain import Acceptance, Gain, Offset, default_prior, level_index
 from tokenspeed.spec.plan import AdaptivePlan, StaticPlan, plan_for
 
 SHAPES = (Shape(3, 2, 6), Shape(5, 4, 16), Shape(8, 4, 16), Shape(12, 4, 16))
@@ -164,7 +164,7 @@ def test_evidence_is_the_derivative_of_the_likelihood(accepted):
         fails = [] if accepted == 3 else [1 - chances[accepted]]
         return sum(math.log(p) for p in chances[:accepted] + fails)
 
-    score, information = model.evidence(at, accepted)
+    score, information = (table[level_index(at)][accepted] for table in (model.scores, model.information))
     left, middle, right = (log_likelihood(at + x) for x in (-h, 0, h))
     assert score == pytest.approx((right - left) / (2 * h), rel=1e-6)
     assert information == pytest.approx(-(right - 2 * middle + left) / h**2, rel=1e-3)
@@ -172,11 +172,14 @@ def test_evidence_is_the_derivative_of_the_likelihood(accepted):
 
 def test_expected_tokens():
     model = Acceptance((0.5, 0.5))
-    assert model.tokens(0.0) == pytest.approx(1 + 0.5 + 0.25)
-    assert model.tokens(-100.0) == pytest.approx(1.0, abs=0.02) and model.tokens(100.0) > 2.9
+    assert model.tokens({level_index(0.0): 1}) == pytest.approx(1 + 0.5 + 0.25)
+    assert (
+        model.tokens({level_index(-100.0): 1}) == pytest.approx(1.0, abs=0.02)
+        and model.tokens({level_index(100.0): 1}) > 2.9
+    )
     for _ in range(2000):
         model.learn(1.75, 1.4)
-    assert model.tokens(0.0) == pytest.approx(1.4, rel=0.02)
+    assert model.tokens({level_index(0.0): 1}) == pytest.approx(1.4, rel=0.02)
 
 
 def test_costs():

@@ -67,7 +67,7 @@ class LogitEdits:
         self._edits.pop(slot, None)
 
     def any(self, slots: list[int]) -> bool:
-        return any(slot in self._edits for slot in slots)
+        return not self._edits.keys().isdisjoint(slots)
 
     def apply(
         self, logits: Tensor, slots: list[int], tokens: Tensor, mask: Tensor, positions: Tensor

@@ -22,7 +22,7 @@ def expected_speed(
     for batch, size, us in calibration.times:
         shape = Shape(*size) if size else None
         time = us + per_token.get(size, 0.0) * batch * context
-        found[batch, shape] = gain.tokens(shape, [Offset(level)] * batch) / time * 1e6
+        found[batch, shape] = gain.tokens(shape, gain.levels([Offset(level)] * batch)) / time * 1e6
     return found
 
 

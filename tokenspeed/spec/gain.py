@@ -7,12 +7,14 @@ moves both, with sums of information that forget.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenspeed.config import Shape
 
 _LOW, _HIGH, _STEP = -5.0, 5.0, 0.1  # levels that are tabulated
+_NUM_LEVELS = round((_HIGH - _LOW) / _STEP) + 1
 _SHRINK_SHARED, _SHRINK_OWN = 1.0, 12.0  # information of "the level is 0", "the offset is 0"
 _FORGET_ROW, _FORGET_MOST = 0.99, 0.75  # of the shared information, for a row and for a round at most
 _FORGET_PLAIN = 0.97  # of it, a plain round: what was seen grows old
@@ -40,11 +42,10 @@ class Acceptance:
     def __init__(self, prior: Sequence[float]):
         self.steps = len(prior)
         logits = [math.log(p / (1 - p)) for p in prior]
-        count = round((_HIGH - _LOW) / _STEP) + 1
-        self._tokens: list[float] = []  # by level
-        self._scores: list[list[float]] = []  # by level and number accepted: d log-likelihood / d level
-        self._information: list[list[float]] = []
-        for i in range(count):
+        self.raw_tokens: list[float] = []  # by level; without the fit
+        self.scores: list[list[float]] = []  # by level and number accepted: d log-likelihood / d level
+        self.information: list[list[float]] = []
+        for i in range(_NUM_LEVELS):
             level = _LOW + i * _STEP
             chances = [1 / (1 + math.exp(-logit - level)) for logit in logits]
             tokens, reach, score, information = 1.0, 1.0, 0.0, 0.0
@@ -55,9 +56,9 @@ class Acceptance:
                 score, information = score + 1 - p, information + p * (1 - p)
                 reach *= p
                 tokens += reach
-            self._tokens.append(tokens)
-            self._scores.append([*scores, score])
-            self._information.append([*informations, information])
+            self.raw_tokens.append(tokens)
+            self.scores.append([*scores, score])
+            self.information.append([*informations, information])
         self._seen = self._expected = 0.0  # tokens of rounds of this shape, forgetting
 
     @property
@@ -65,22 +66,15 @@ class Acceptance:
         """Tokens seen over tokens expected, shrunk to 1."""
         return (self._seen + _FIT_TOKENS) / (self._expected + _FIT_TOKENS)
 
-    def tokens(self, level: float) -> float:
-        """Expected tokens of a row, at least 1."""
-        return max(1.0, self._tokens[_index(level)] * self.fit)
-
-    def evidence(self, level: float, accepted: int) -> tuple[float, float]:
-        """Score and information that a row with `accepted` draft tokens gives about its level."""
-        i = _index(level)
-        return self._scores[i][accepted], self._information[i][accepted]
+    def tokens(self, levels: Mapping[int, int]) -> float:
+        """Expected tokens of rows, at least 1 of each; `levels`: how many rows there are of each level."""
+        fit, table = self.fit, self.raw_tokens
+        return sum(count * max(1.0, table[i] * fit) for i, count in levels.items())
 
     def learn(self, expected: float, seen: float) -> None:
         """Books a round that should have brought `expected` tokens (without the fit) and brought `seen`."""
         self._expected = _FORGET_FIT * self._expected + expected
         self._seen = _FORGET_FIT * self._seen + seen
-
-    def raw_tokens(self, level: float) -> float:
-        return self._tokens[_index(level)]
 
 
 class Gain:
@@ -94,21 +88,28 @@ class Gain:
         self._shapes = {shape: Acceptance(prior) for shape, prior in priors.items()}
         self.level = self._information = 0.0
 
-    def tokens(self, shape: Shape | None, offsets: Iterable[Offset]) -> float:
-        """Expected tokens of a round over the rows with these offsets."""
-        if shape is None:
-            return float(sum(1 for _ in offsets))
-        model, level = self._shapes[shape], self.level
-        return sum(model.tokens(level + offset.value) for offset in offsets)
+    def levels(self, offsets: Iterable[Offset]) -> Counter[int]:
+        """How many of the rows with these offsets are at each tabulated level."""
+        level = self.level
+        return Counter([level_index(level + offset.value) for offset in offsets])
 
-    def update(self, shape: Shape, rows: Sequence[tuple[Offset, int]]) -> None:
-        """Learns from a round: of each row its offset and the number of draft tokens that were accepted."""
+    def tokens(self, shape: Shape | None, levels: Counter[int]) -> float:
+        """Expected tokens of a round over rows at these levels."""
+        return float(levels.total()) if shape is None else self._shapes[shape].tokens(levels)
+
+    def update(self, shape: Shape, rows: Sequence[tuple[Offset, int]]) -> float:
+        """Learns from a round: of each row its offset and the number of draft tokens that were accepted.
+
+        Returns:
+            the tokens that were expected of it.
+        """
         model, level = self._shapes[shape], self.level
+        levels = [level_index(level + offset.value) for offset, _ in rows]
+        promised = model.tokens(Counter(levels))
         scores = informations = expected = 0.0
-        for offset, accepted in rows:
-            own = level + offset.value
-            score, information = model.evidence(own, accepted)
-            expected += model.raw_tokens(own)
+        for i, (offset, accepted) in zip(levels, rows, strict=True):
+            score, information = model.scores[i][accepted], model.information[i][accepted]
+            expected += model.raw_tokens[i]
             scores, informations = scores + score, informations + information
             offset.information = _FORGET_OWN * offset.information + information
             offset.value += score / (offset.information + _SHRINK_OWN)
@@ -117,11 +118,14 @@ class Gain:
         step = scores / (self._information + _SHRINK_SHARED)
         self.level = min(max(level + step, _LOW), _HIGH)
         model.learn(expected, sum(accepted + 1 for _, accepted in rows))
+        return promised
 
     def pass_by(self) -> None:
         """A plain round was run: it says nothing, but time has passed."""
         self._information *= _FORGET_PLAIN
 
 
-def _index(level: float) -> int:
-    return min(max(round((level - _LOW) / _STEP), 0), round((_HIGH - _LOW) / _STEP))
+def level_index(level: float) -> int:
+    """The tabulated level that is nearest."""
+    i = int((level - _LOW) / _STEP + 0.5)
+    return 0 if i < 0 else _NUM_LEVELS - 1 if i >= _NUM_LEVELS else i

@@ -67,10 +67,10 @@ class AdaptivePlan:
             return None
         self._rounds += 1
         context = sum(row.num_tokens for row in rows)
-        offsets = [row.offset for row in rows]
+        levels = self.gain.levels(row.offset for row in rows)
         every = {s: self.costs.time(len(rows), s, context) for s in (None, *self._shapes)}
         times = {s: time for s, time in every.items() if time < math.inf}
-        tokens = {s: self.gain.tokens(s, offsets) for s in times}
+        tokens = {s: self.gain.tokens(s, levels) for s in times}
         speeds = {s: tokens[s] / times[s] for s in times}
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] < _HYSTERESIS * speeds.get(self._last, 0.0):
@@ -91,8 +91,7 @@ class AdaptivePlan:
         if shape is None:
             self.gain.pass_by()
         elif rows:
-            self.expected_tokens += self.gain.tokens(shape, [row.offset for row, _ in rows])
-            self.gain.update(shape, [(row.offset, accepted) for row, accepted in rows])
+            self.expected_tokens += self.gain.update(shape, [(row.offset, taken) for row, taken in rows])
         if elapsed_us and rows:
             context = sum(row.num_tokens for row, _ in rows)
             self.costs.learn(len(rows), shape, context, elapsed_us)

@@ -2,8 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tokenspeed.params import SamplingParams
 from tokenspeed.tokenizer.encoder import Encoder
@@ -15,7 +14,7 @@ MAX_WINDOW = 64  # tokens decoded again at each step while no character ends; a 
 class TextStream(Protocol):
     """The text of a growing list of tokens. All pieces and the flush joined are the decoded whole."""
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_ids: Sequence[int]) -> str: ...
 
     def flush(self) -> str: ...
 
@@ -28,8 +27,8 @@ class ByteStream:
         self._skip = encoder.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_id: int) -> str:
-        return "" if token_id in self._skip else self._utf8.decode(self._bytes(token_id))
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join([self._bytes(i) for i in token_ids if i not in self._skip]))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
@@ -48,7 +47,10 @@ class WindowStream:
         self._num_context = 0  # leading ids of the window whose text is out and whole
         self._sent = 0  # characters of the window's text that are out
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._encoder.decode(self._ids, self._skip)
         whole = text.rstrip(REPLACEMENT)
@@ -84,8 +86,6 @@ class StopStrings:
 
     def push(self, piece: str, num_tokens: int) -> tuple[str, str | None]:
         """The text that may go out, and the stop string that `piece`, of token `num_tokens`, ended."""
-        if not self._stops:
-            return piece, None
         window, sent = self._tail + piece, self._sent
         if piece and num_tokens >= self._min_tokens and (hit := self._find(window, len(self._tail))):
             start, stop = hit
@@ -118,8 +118,7 @@ class StopStrings:
         return ""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What a batch of new tokens gave."""
 
     text: str
@@ -133,15 +132,21 @@ class Detokenizer:
     def __init__(self, encoder: Encoder, params: SamplingParams):
         stream = ByteStream if encoder.byte_level else WindowStream
         self._stream: TextStream = stream(encoder, params.skip_special_tokens)
-        self._stops = StopStrings(tuple(params.stop), params.include_stop_str_in_output, params.min_tokens)
+        stop = tuple(params.stop)
+        self._stops = (
+            StopStrings(stop, params.include_stop_str_in_output, params.min_tokens) if stop else None
+        )
         self.num_tokens = 0  # output tokens kept
 
     def push(self, token_ids: Sequence[int]) -> Piece:
-        """Adds tokens, one after the other, until a stop string is complete."""
+        """Adds tokens until a stop string is complete; one after the other where there are stop strings."""
+        if self._stops is None:
+            self.num_tokens += len(token_ids)
+            return Piece(self._stream.push(token_ids), len(token_ids))
         out = []
         for count, token_id in enumerate(token_ids, 1):
             self.num_tokens += 1
-            text, stop = self._stops.push(self._stream.push(token_id), self.num_tokens)
+            text, stop = self._stops.push(self._stream.push([token_id]), self.num_tokens)
             out.append(text)
             if stop is not None:
                 return Piece("".join(out), count, stop)
@@ -153,4 +158,5 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back."""
-        return self._stops.flush(self._stream.flush())
+        rest = self._stream.flush()
+        return rest if self._stops is None else self._stops.flush(rest)

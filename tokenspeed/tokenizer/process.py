@@ -283,6 +283,8 @@ class TokenizerLoop:
         text = piece.text
         if finished is not None and piece.stop is None:
             text += request.detokenizer.finish()
+        if not (first or finished or output.logprobs or output.prompt_logprobs):  # nearly all pieces
+            return Text(output.rid, text, output.token_ids[: 4 * piece.num_kept])
         return Text(
             output.rid,
             text=request.echo + text if first and (finished is None or finished.reason != "error") else text,

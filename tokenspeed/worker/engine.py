@@ -36,6 +36,10 @@ class RoundResult:
     logits: Tensor  # float32 [B, N, V] raw, of every node
     path: Tensor  # int64 [B, S + 1] kept nodes
 
+    def packed(self) -> Tensor:
+        """What the host wants, in one tensor for one copy: int64 [B, S + 3] of tokens, count, failed."""
+        return torch.cat([self.tokens, self.counts[:, None], self.failed[:, None].long()], 1)
+
 
 @dataclass
 class PrefillResult:
@@ -212,9 +216,9 @@ class Engine:
         pages = torch.where(rows.slots % size == size - 1, rows.slots // size, 0)
         self.page_aux[pages] = aux
 
-    def resume(self, slot: int, page: int) -> None:
-        """After a prefix hit whose last page is `page`: the next draft row's aux states."""
-        self.state.aux[slot] = self.page_aux[page]
+    def resume(self, slots: Tensor, pages: Tensor) -> None:
+        """After prefix hits whose last pages are `pages`: the next draft rows' aux states. int64 [R] both."""
+        self.state.aux[slots] = self.page_aux[pages]
 
     # ---- sampling
 

@@ -19,9 +19,7 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
 class _Captured:
     graph: torch.cuda.CUDAGraph
     slots: Tensor  # int64 [bucket], static input
-    tokens: Tensor  # static outputs, see RoundResult
-    counts: Tensor
-    failed: Tensor
+    packed: Tensor  # static output, see RoundResult.packed
 
 
 class GraphSet:
@@ -57,24 +55,26 @@ class GraphSet:
     def covers(self, batch: int, shape: Shape | None) -> bool:
         return batch <= self.buckets[-1] and (self._bucket(batch), shape) in self._graphs
 
-    def replay(self, slots: list[int], shape: Shape | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs the round of `slots`. Returns views of tokens [B, S + 1], counts [B], failed [B]."""
+    def replay(self, slots: list[int], shape: Shape | None) -> Tensor:
+        """Runs the round of `slots`. Returns a view of its RoundResult.packed, good until the next replay."""
         batch = len(slots)
         bucket = self._bucket(batch)
         captured = self._graphs[bucket, shape]
         padded = slots + [self.engine.state.dummy] * (bucket - batch)
-        captured.slots.copy_(torch.tensor(padded), non_blocking=True)
+        captured.slots.copy_(torch.tensor(padded).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return captured.tokens[:batch], captured.counts[:batch], captured.failed[:batch]
+        return captured.packed[:batch]
 
     def _bucket(self, batch: int) -> int:
         return self.buckets[bisect_left(self.buckets, batch)]
 
     def _capture(self, bucket: int, shape: Shape | None) -> _Captured:
         slots = torch.full((bucket,), self.engine.state.dummy, device=self.engine.state.device)
-        self.engine.round(slots, [], shape, None)  # compiles kernels and creates handles outside the capture
+        self.engine.round(
+            slots, [], shape, None
+        ).packed()  # compiles kernels and creates handles outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = self.engine.round(slots, [], shape, None)
-        return _Captured(graph, slots, result.tokens, result.counts, result.failed)
+            packed = self.engine.round(slots, [], shape, None).packed()
+        return _Captured(graph, slots, packed)

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from tokenspeed.params import SamplingParams
 from tokenspeed.sampling.logprobs import logprobs_of
 from tokenspeed.worker.engine import DRAFT_NAN, TARGET_NAN, Engine, PrefillResult
 from tokenspeed.worker.graph import GraphSet
+from tokenspeed.worker.transfer import to_device, to_host
 
 UNUSABLE = "the model's logits are NaN, or what the request bans leaves no token to choose"
 
@@ -32,11 +34,8 @@ class Launched:
 
     step: int
     started: float
-    counts: Tensor | None  # int64 [B] of decode rows, host, filled when `done` has passed
-    tokens: Tensor | None  # int64 [B, S + 1]
-    failed: Tensor | None  # [B] of RoundResult
-    first: Tensor | None  # int64 [F] tokens of finished prefills
-    first_failed: Tensor | None
+    round: Tensor | None  # RoundResult.packed, host, filled when `done` has passed
+    first: Tensor | None  # int64 [2, F] of finished prefills: tokens, whether they failed
     ends: list[int]  # prefill rows that end their prompt
     num_prefill: int
     decoded: list[_Slot]
@@ -70,7 +69,7 @@ class Runner:
         """Queues everything the step asks for. On a GPU it returns before the work is done."""
         started = time.perf_counter()
         self._apply(step)
-        out = Launched(step.step, started, None, None, None, None, None, [], 0, [], 0, None)
+        out = Launched(step.step, started, None, None, [], 0, [], 0, None)
         if step.prefill_slots:
             self._prefill(step, out)
         if step.decode_slots:
@@ -87,23 +86,24 @@ class Runner:
         if launched.done is not None:
             launched.done.synchronize()
         counts, tokens, failed, num_nan_drafts = [0] * launched.num_prefill, [], {}, 0
-        firsts = [] if launched.first is None else launched.first.tolist()
-        for i, (row, token) in enumerate(zip(launched.ends, firsts, strict=True)):
+        firsts = ([], []) if launched.first is None else launched.first.tolist()
+        for row, token, bad in zip(launched.ends, *firsts, strict=True):
             counts[row] = 1
             tokens.append(token)
-            if bool(launched.first_failed[i]):
+            if bad:
                 failed[row] = UNUSABLE
-        if launched.counts is not None:
-            decoded = launched.counts.tolist()
-            rows = launched.tokens.tolist()
-            for i, count in enumerate(decoded):
-                counts.append(count)
-                tokens.extend(rows[i][:count])
-                launched.decoded[i].max_len -= launched.num_most - count
-            for i, bits in enumerate(launched.failed.tolist()):
+        rows = [] if launched.round is None else launched.round.tolist()
+        for row, (request, values) in enumerate(
+            zip(launched.decoded, rows, strict=True), launched.num_prefill
+        ):
+            count, bits = values[-2:]
+            counts.append(count)
+            tokens += values[:count]
+            request.max_len -= launched.num_most - count
+            if bits:
                 num_nan_drafts += bool(bits & DRAFT_NAN)
                 if bits & TARGET_NAN:
-                    failed[launched.num_prefill + i] = UNUSABLE
+                    failed[row] = UNUSABLE
         now = launched.finished or time.perf_counter()
         # Without the time in which the step before was still running.
         elapsed = int((now - max(launched.started, self._answered)) * 1e6)
@@ -137,9 +137,9 @@ class Runner:
             self._slots[admit.slot] = _Slot(torch.tensor(ids), admit.params, len(ids))
             self.engine.edits.admit(admit.slot, ids, admit.num_prompt, admit.params)
             self.engine.matchers.admit(admit.slot, ids[admit.num_prompt :], admit.params)
-            if admit.num_cached:
-                page = self.state.block_table[admit.slot, admit.num_cached // self.page_size - 1]
-                self.engine.resume(admit.slot, page.long())
+        if cached := [(a.slot, a.num_cached // self.page_size - 1) for a in step.admit if a.num_cached]:
+            slots, columns = to_device(cached, self.device).T
+            self.engine.resume(slots, self.state.block_table[slots, columns].long())
 
     def _prefill(self, step: Step, out: Launched) -> None:
         slots, starts, counts = (
@@ -148,31 +148,31 @@ class Runner:
             unpack(step.prefill_counts),
         )
         spans = list(zip(slots, starts, counts, strict=True))
-        tokens = torch.cat([self._slots[s].input_ids[a : a + n] for s, a, n in spans]).to(self.device)
-        positions = torch.cat([torch.arange(a, a + n) for _, a, n in spans]).to(self.device)
-        chunk_of = torch.repeat_interleave(torch.arange(len(slots)), torch.tensor(counts)).to(self.device)
-        device_slots = torch.tensor(slots, device=self.device)
+        host = [
+            torch.cat([self._slots[s].input_ids[a : a + n] for s, a, n in spans]),
+            torch.cat([torch.arange(a, a + n) for _, a, n in spans]),
+            torch.repeat_interleave(torch.arange(len(slots)), torch.tensor(counts)),
+        ]
+        tokens, positions, chunk_of = to_device(torch.stack(host), self.device)
+        device_slots = to_device(slots, self.device)
         table = self.state.block_table[device_slots]
         columns = (positions // self.page_size).clamp(max=self.state.num_columns - 1)
         places = table[chunk_of, columns].long() * self.page_size + positions % self.page_size
-        offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
         rows = PrefillRows(
             positions=positions,
             slots=places,
             block_table=table,
-            starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
-            cu_rows=offsets,
+            starts=to_device(starts, self.device, torch.int32),
+            cu_rows=to_device([0, *accumulate(counts)], self.device, torch.int32),
             chunks=list(zip(starts, counts, strict=True)),
         )
         ends = [i for i, (s, a, n) in enumerate(spans) if a + n == len(self._slots[s].input_ids)]
         end_slots = [slots[i] for i in ends]
-        result = self.engine.prefill(
-            tokens, rows, device_slots, torch.tensor(ends, device=self.device).long(), end_slots
-        )
+        result = self.engine.prefill(tokens, rows, device_slots, to_device(ends, self.device), end_slots)
         for slot in end_slots:
             self._slots[slot].max_len += 1
         out.num_prefill, out.ends = len(slots), ends
-        out.first, out.first_failed = self._to_host(result.tokens), self._to_host(result.failed)
+        out.first = to_host(torch.stack([result.tokens, result.failed.long()]))
         self._prefill_logprobs(spans, ends, result, out)
 
     def _prefill_logprobs(self, spans, ends: list[int], result: PrefillResult, out: Launched) -> None:
@@ -196,24 +196,16 @@ class Runner:
         wanted = {i: top for i, s in enumerate(out.decoded) if (top := s.params.logprobs) is not None}
         edited = self.engine.edits.any(slots) or self.engine.matchers.any(slots)
         if self.graphs is not None and not wanted and not edited and self.graphs.covers(len(slots), shape):
-            tokens, counts, failed = self.graphs.replay(slots, shape)
+            packed = self.graphs.replay(slots, shape)
             out.graphed = True
         else:
             max_len = max(slot.max_len for slot in out.decoded)
-            result = self.engine.round(torch.tensor(slots, device=self.device), slots, shape, max_len)
-            tokens, counts, failed = result.tokens, result.counts, result.failed
+            result = self.engine.round(to_device(slots, self.device), slots, shape, max_len)
+            packed = result.packed()
             for row, top in wanted.items():
-                n = int(counts[row])  # a request with logprobs waits for its round
+                n = int(result.counts[row])  # a request with logprobs waits for its round
                 logits = result.logits[row, result.path[row, :n]]
-                out.logprobs[out.num_prefill + row] = logprobs_of(logits, tokens[row, :n], top)
+                out.logprobs[out.num_prefill + row] = logprobs_of(logits, result.tokens[row, :n], top)
         for slot in out.decoded:
             slot.max_len += out.num_most
-        out.tokens, out.counts, out.failed = (self._to_host(x) for x in (tokens, counts, failed))
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """A pinned copy in flight; valid once the step's event has passed."""
-        if self.device.type != "cuda":
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        return host
+        out.round = to_host(packed)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tokenspeed.kernels.reference_round import page_slots
 from tokenspeed.params import SamplingParams
+from tokenspeed.worker.transfer import to_device
 
 MAX_OVERHANG = 64  # nodes of a tree, which may lie past the context limit
 
@@ -45,7 +46,7 @@ class SlotState:
     def clear(self, slots: list[int]) -> None:
         """Forgets the pages of released slots: a stale entry must never be written through."""
         if slots:
-            self.block_table[torch.tensor(slots, device=self.device)] = 0
+            self.block_table[to_device(slots, self.device)] = 0
         for slot in slots:
             self.num_pages_of[slot] = 0
 
@@ -57,8 +58,8 @@ class SlotState:
         for slot in slots:
             columns.append(self.num_pages_of[slot])
             self.num_pages_of[slot] += 1
-        index = torch.tensor([slots, columns, pages], device=self.device)
-        self.block_table[index[0], index[1]] = index[2].to(torch.int32)
+        rows, at, new = to_device([slots, columns, pages], self.device)
+        self.block_table[rows, at] = new.to(torch.int32)
 
     def kv_slots(self, table: Tensor, indices: Tensor) -> Tensor:
         """Places of tokens in the pages.
@@ -86,10 +87,10 @@ class SamplingState:
 
     def set(self, slots: list[int], params: list[SamplingParams]) -> None:
         """All requests of a step at once: each tensor is written in one operation."""
-        index = torch.tensor(slots, device=self.device)
+        index = to_device(slots, self.device)
 
         def write(to: Tensor, values: list) -> None:
-            to[index] = torch.tensor(values, dtype=to.dtype).to(self.device, non_blocking=True)
+            to[index] = to_device(values, self.device, to.dtype)
 
         write(self.temperature, [0.0 if p.greedy else p.temperature for p in params])
         write(self.top_k, [max(p.top_k, 0) for p in params])
