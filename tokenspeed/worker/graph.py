@@ -70,9 +70,7 @@ class GraphSet:
 
     def _capture(self, bucket: int, shape: Shape | None) -> _Captured:
         slots = torch.full((bucket,), self.engine.state.dummy, device=self.engine.state.device)
-        self.engine.round(
-            slots, [], shape, None
-        ).packed()  # compiles kernels and creates handles outside the capture
+        self.engine.round(slots, [], shape, None).packed()  # outside the capture: kernels, the libraries' handles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
