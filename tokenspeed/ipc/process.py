@@ -1,6 +1,7 @@
 """A child of the launcher: how one is started, how it reports, and how it dies with its parent."""
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -36,6 +37,7 @@ class Child:
         self._launcher = Push(address(resolved.run_dir, "launcher"), ToLauncher)
 
     def ready(self, **info: int | float | str) -> None:
+        gc.freeze()  # code, weights and vocabulary never die: collections need not look at them
         self._launcher.send(Ready(self.who, info))
 
     def progress(self, text: str, done: int = 0, total: int = 0) -> None:

@@ -1,6 +1,5 @@
 """The worker process: steps in, results out, as many under way as the scheduler sends."""
 
-import gc
 from collections import deque
 
 import torch
@@ -19,7 +18,6 @@ def run(child: Child) -> None:
     steps = Pull(address(run_dir, "worker"), ToWorker)
     built = _build(child)
     child.ready(**built.info)
-    gc.freeze()  # weights and code never die: keep them out of collections
     serve_steps(built.runner, steps, Push(address(run_dir, "scheduler"), ToScheduler))
 
 
