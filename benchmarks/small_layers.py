@@ -74,11 +74,11 @@ def few_rows(stream: Tensor, gain: Tensor, pdl: bool) -> Step:
     return step
 
 
-def small(rows: int, over: int, stream: Tensor, gain: Tensor, pdl: bool) -> Step:
-    """rows: of a weight, a program. over: the kernels' own choice has so many times the warps."""
+def small(rows: int | None, depth: int, stream: Tensor, gain: Tensor, pdl: bool) -> Step:
+    """rows: of a weight, a program. depth: of K, a warp. None: the kernels' own choice."""
 
     def step(name: str, x: Tensor, weight: Tensor) -> Tensor:
-        tile = small_layer.SmallTile(rows, small_layer.small_tile(weight.shape[1]).warps // over)
+        tile = rows and small_layer.SmallTile(rows, small_layer.block_k(weight.shape[1]) // depth)
         if name == "qkv":
             return small_layer.norm_linear(stream, gain, EPS, weight, tile, pdl)
         if name == "gate_up":
@@ -89,10 +89,14 @@ def small(rows: int, over: int, stream: Tensor, gain: Tensor, pdl: bool) -> Step
     return step
 
 
-VARIANTS = [Variant("few rows, 6 launches", few_rows)] + [
-    Variant(f"small, 4 launches, {rows} weight rows, warps / {over}", partial(small, rows, over))
-    for over in (1, 2)
-    for rows in (16, 32)
+VARIANTS = [
+    Variant("few rows, 6 launches", few_rows),
+    Variant("small, 4 launches", partial(small, None, 0)),
+    *(
+        Variant(f"small, 4 launches, {rows} weight rows, {depth} of K a warp", partial(small, rows, depth))
+        for depth in (128, 256)
+        for rows in (16, 32)
+    ),
 ]
 
 

@@ -99,7 +99,7 @@ def _small(**more) -> Iterator[Build]:
         (2048, 1, False),
         (576, 8, False),
     ):
-        tile = small_tile(size)
+        tile = small_tile(size, more.get("GATED", False))
         constants = (
             dict(PDL=pdl, SIZE=size, PARTS=tile.warps, BLOCK_N=tile.rows, BLOCK_K=block_k(size)) | more
         )

@@ -20,9 +20,9 @@ WINS: dict[tuple[int, int] | None, dict[str, int]] = {
     (9, 0): {"linear_rows": 16, "linear_sums": 64, "gate_up_silu": 32},  # H200
 }
 SMALL_OPS = ("norm_linear", "norm_gate_up_silu", "linear_add")
-# NVIDIA's compute capability -> the most rows, and the largest K of a layer's products, at which these are taken. What
-# is there was not measured yet: benchmarks/small_layers.py.
-SMALL_WINS: dict[tuple[int, int] | None, tuple[int, int]] = {(9, 0): (16, 2048)}
+# NVIDIA's compute capability -> the most rows, and the largest K of a layer's products, at which these were measured to
+# win (benchmarks/small_layers.py).
+SMALL_WINS: dict[tuple[int, int] | None, tuple[int, int]] = {(9, 0): (8, 2048)}  # H200
 
 
 def most_rows(op: str, place: Placement, bias: bool) -> int:

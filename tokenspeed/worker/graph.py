@@ -70,7 +70,8 @@ class GraphSet:
 
     def _capture(self, bucket: int, shape: Shape | None) -> _Captured:
         slots = torch.full((bucket,), self.engine.state.dummy, device=self.engine.state.device)
-        self.engine.round(slots, [], shape, None).packed()  # outside the capture: kernels, the libraries' handles
+        # Outside the capture: kernels are compiled, libraries set up.
+        self.engine.round(slots, [], shape, None).packed()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

@@ -46,7 +46,7 @@ class SlotState:
     def clear(self, slots: list[int]) -> None:
         """Forgets the pages of released slots: a stale entry must never be written through."""
         if slots:
-            self.block_table[to_device(slots, self.device)] = 0
+            self.block_table.index_fill_(0, to_device(slots, self.device), 0)
         for slot in slots:
             self.num_pages_of[slot] = 0
 

@@ -29,11 +29,12 @@ class SmallTile(NamedTuple):
     warps: int
 
 
-def small_tile(size: int) -> SmallTile:
-    """The choice for a K. A warp has 128 of it: so all threads stand along K, and a row's mean square is summed in one
-    order whatever the rows beside it.
+def small_tile(size: int, gated: bool) -> SmallTile:
+    """The choice for a K. A warp has 256 of it, not less than 128: so all threads stand along K, and a row's mean
+    square is summed in one order whatever the rows beside it.
     """
-    return SmallTile(16, block_k(size) // _BLOCK_K)
+    block = block_k(size)
+    return SmallTile(32 if gated and block <= 1024 else 16, max(1, block // 256))
 
 
 def block_k(size: int) -> int:
@@ -233,7 +234,7 @@ def _launch(
     rows, size = x.shape
     if size > SMALL_K:
         raise ValueError(f"{size} is too wide: these products are of rows up to {SMALL_K}")
-    tile = tile or small_tile(size)
+    tile = tile or small_tile(size, gated)
     grid = triton.cdiv(num_out, tile.rows // 2 if gated else tile.rows), triton.cdiv(rows, BLOCK_T)
     constants = dict(PDL=pdl, SIZE=size, PARTS=tile.warps, BLOCK_N=tile.rows, BLOCK_K=block_k(size))
     return grid, constants | dict(BLOCK_T=BLOCK_T, num_warps=tile.warps) | launch_options(pdl)
