@@ -73,7 +73,7 @@ def normed(residual: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def check_norm_product(fn: Callable, m, factor: int, finish: Callable) -> None:
-    """fn's product with `factor` N weight rows, a row's bits its own; `finish`: float64 result, and what errors go with."""
+    """fn's product with `factor` N weight rows, a row's bits its own; `finish`: float64 result, what errors go with."""
     for rows, num_out, size in SMALL_SHAPES:
         weight, gain = m.normal(factor * num_out, size) * (factor / size**0.5), m.normal(size)
         for dtype in {torch.float32, m.dtype}:

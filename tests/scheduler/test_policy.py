@@ -81,3 +81,11 @@ def test_histogram_to_depths():
 
 def test_counters_have_the_names_of_the_metrics():
     assert set(Counters().as_dict()) == set(COUNTERS)
+
+
+def test_prompts_are_held_for_others_but_not_long():
+    few, many = policy.Gathering(), policy.Gathering()
+    assert not few.holds(1, 0) and not few.holds(1, 8)  # one for eight
+    assert [many.holds(1, 64) for _ in range(7)] == [True] * 4 + [False, True, True]
+    assert not many.holds(8, 64)  # and the steps count anew
+    assert [many.holds(7, 64) for _ in range(5)] == [True] * 4 + [False]

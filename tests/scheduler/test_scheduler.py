@@ -241,3 +241,22 @@ def test_refusals():
     )  # just fits: the last token needs no page
     ring.run()
     assert_answered(ring, 5, prompt_of(20), max_tokens=13, ignore_eos=True)
+
+
+def test_a_full_server_prefills_for_several_at_a_time():
+    """Answers end one by one; the prompts that follow share prefills, none waits more than a few steps."""
+    ring = Ring(
+        scheduler_with(None, num_pages=2001, max_num_seqs=40, max_num_batched_tokens=512), check=False
+    )
+    lengths = {rid: 20 + rid for rid in range(40)} | dict.fromkeys(range(40, 80), 30)
+    for rid, length in lengths.items():
+        ring.add(generate(rid, prompt_of(4, rid), max_tokens=length, ignore_eos=True))
+    ring.run()
+    for rid, length in lengths.items():
+        assert_answered(ring, rid, prompt_of(4, rid), max_tokens=length, ignore_eos=True)
+    prefills = [
+        (i, len(unpack(step.prefill_slots))) for i, step in enumerate(ring.steps) if step.prefill_slots
+    ]
+    assert prefills[0] == (0, 40)
+    full = [count for i, count in prefills[1:] if len(unpack(ring.steps[i].decode_slots)) > 32]
+    assert sum(full) > 20 and min(full[1:]) >= 4, full

@@ -1,4 +1,4 @@
-"""Who is let in, who gets how much of a step, who has to give way. No state beyond a step."""
+"""Who is let in, who gets how much of a step, who has to give way."""
 
 from collections.abc import Iterable
 
@@ -10,6 +10,26 @@ from tokenspeed.spec.options import MAX_NODES
 MAX_PASSED_OVER = (
     8  # waiting prompts that don't fit into the rest of a step before the search for others ends
 )
+
+
+class Gathering:
+    """Holds waiting prompts until others come, for a few steps.
+
+    A prefill is a pass of its own over the weights, which every request that decodes waits for, be it of one prompt or
+    of ten; and with speculation answers end one by one, so a full server would run one beside every round.
+    """
+
+    MOST = 4  # steps
+    SHARE = 8  # no longer than until there is one for so many requests that decode
+
+    def __init__(self) -> None:
+        self._steps = 0  # for which they have been held
+
+    def holds(self, num_waiting: int, num_decoding: int) -> bool:
+        """Whether a step that prefills nothing else leaves them waiting; asked once a step."""
+        held = self._steps < self.MOST and num_waiting * self.SHARE < num_decoding
+        self._steps = self._steps + 1 if held else 0
+        return held
 
 
 class ChunkBudget:

@@ -68,6 +68,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._to_release: list[int] = []  # slots that the next Step names
         self._num_arrived = 0
+        self._gathering = policy.Gathering()
 
     # ---- requests come and go
 
@@ -116,7 +117,7 @@ class Scheduler:
         if reserved is None:
             return None
         decode, shape = reserved
-        chunks = self._share_prefill(growth, shape)
+        chunks = self._share_prefill(growth, shape, len(decode))
         return self._send(growth, chunks, decode, shape) if chunks or decode else None
 
     def _reserve_round(self, growth: Growth) -> tuple[list[Request], Shape | None] | None:
@@ -163,12 +164,12 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.counters.num_preemptions += 1
 
-    def _share_prefill(self, growth: Growth, shape: Shape | None) -> list[tuple[Request, int]]:
+    def _share_prefill(self, growth: Growth, shape: Shape | None, decoding: int) -> list[tuple[Request, int]]:
         """The step's prefill chunks: running requests come first, then waiting ones."""
         running = [request for request in self.running.values() if request.num_scheduled < request.num_input]
         running.sort(key=lambda request: request.arrival)
         candidates = len(running) + min(len(self.waiting), len(self._free_slots))
-        if not candidates:
+        if not candidates or (not running and self._gathering.holds(candidates, decoding)):
             return []
         budget = policy.ChunkBudget(self.limits.max_num_batched_tokens, candidates)
         for request in running:
@@ -199,8 +200,7 @@ class Scheduler:
         return self.cache.match(ids)
 
     def _admit(self, request: Request, ids: bytes, match: Match, growth: Growth, shape: Shape | None) -> bool:
-        """Gives a waiting request a slot and the pages of its whole input. Returns False when there are none;
-        then those behind it have to wait as well."""
+        """Gives a waiting request a slot and pages for its whole input. False: none are left, for others neither."""
         before = self.cache.num_available
         held = self.cache.allocate(match)
         num_tokens = policy.tokens_to_cover(
