@@ -53,6 +53,51 @@ def test_graph_equals_eager(make, prompts, spec):
         )
 
 
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"dtype": "bfloat16", "batch_invariant": True}], ids=str
+)
+@pytest.mark.parametrize("spec", [None, "8/4/16"])
+def test_captured_prefill_equals_eager(make, prompts, spec, options):
+    """Single prompts of all sizes, a pass that is full, one of too many chunks, prompts in pieces, cached prefixes."""
+    eager = make(spec, max_num_batched_tokens=1024, enforce_eager=True, **options)
+    graph = make(spec, max_num_batched_tokens=1024, **options)
+    sizes = replayed(graph)
+
+    def check(lengths: list[int], *expected: int) -> None:
+        wave = [text(length, i) for i, length in enumerate(lengths)]
+        params = [greedy(8), *sampled(len(wave))][: len(wave)]
+        assert tokens(graph, wave, params) == tokens(eager, wave, params)
+        assert sizes == list(expected)
+        sizes.clear()
+
+    for length, size in ((1, 128), (100, 128), (128, 128), (129, 256), (384, 384), (700, 768), (1024, 1024)):
+        check([length], size)
+    check([1025], 1024, 128)
+    check([64] * 16, 1024)
+    check([20] * 17)
+    for expected in ((1024, 1024, 768), (128,)):
+        check([40 * i + 1 for i in range(12)], *expected)
+
+
+def text(length: int, seed: int) -> list[int]:
+    """The same of no other length or seed begins likewise."""
+    generator = torch.Generator().manual_seed(1000 * length + seed)
+    return torch.randint(100, 40000, (length,), generator=generator).tolist()
+
+
+def replayed(engine: InProcessEngine) -> list[int]:
+    """Fills with the size of each prefill graph that is replayed."""
+    graphs, sizes = engine.runner.graphs, []
+    replay = graphs.replay_prefill
+
+    def watched(chunks):
+        sizes.append(next(n for n in graphs.prefills if n >= len(chunks.tokens)))
+        return replay(chunks)
+
+    graphs.replay_prefill = watched
+    return sizes
+
+
 def test_speculation_changes_nothing_in_float32(make, prompts):
     plain, spec = make(dtype="float32"), make("8/4/16", dtype="float32")
     for count in (1, 8):
@@ -68,9 +113,12 @@ def test_a_step_ahead_changes_nothing(make, prompts):
 
 @pytest.mark.parametrize("spec", [None, "8/4/16"])
 def test_no_launch_waits_for_the_device(make, prompts, spec):
-    """Admissions, prefill, new pages, rounds and releases: PyTorch raises where any of them synchronises."""
+    """Admissions, prefills (captured or too large), new pages, rounds and releases: PyTorch raises where one waits."""
     engine = make(spec, rounds_in_flight=2)
-    engine.generate(prompts, greedy(40))  # compiles kernels
+    prompts = [*prompts, prompts[0] * 100]
+    assert len(prompts[-1]) > engine.runner.graphs.prefills[-1]
+    engine.generate(prompts[:-1], greedy(40))  # compiles kernels
+    engine.generate(prompts[-1:], greedy(40))
     launch = engine.runner.launch
 
     def watched(step):
@@ -81,8 +129,13 @@ def test_no_launch_waits_for_the_device(make, prompts, spec):
             torch.cuda.set_sync_debug_mode("default")
 
     engine.runner.launch = watched
-    engine.generate(prompts, greedy(40))  # all but the last page of each prompt is cached
-    engine.generate([prompt[::-1] for prompt in prompts], sampled(len(prompts)))
+    sizes = replayed(engine)
+    engine.generate(prompts[:-1], greedy(40))  # all but the last page of each prompt is cached
+    engine.generate([prompt[::-1] for prompt in prompts[:-1]], sampled(len(prompts) - 1))
+    assert len(sizes) > 1
+    count = len(sizes)
+    engine.generate([prompts[-1][::-1]], greedy(40))
+    assert len(sizes) == count
 
 
 def test_batch_invariant_bits(make, prompts):

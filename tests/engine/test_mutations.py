@@ -114,9 +114,9 @@ def aux_of_kept_nodes_one_late(fault: Fault) -> None:
 def prompt_rows_made_of_their_own_states(fault: Fault) -> None:
     """a_t stands beside x_t, where a_{t-1} belongs: the shift by one forgotten."""
 
-    def changed(append_prompt, self, tokens, rows, slots, aux, last_rows):
-        append_prompt(self, tokens, rows, slots, aux, last_rows)
-        self.drafter.append(tokens, aux, rows.positions, torch.where(rows.positions > 0, rows.slots, 0))
+    def changed(append_prompt, self, chunks, rows, aux):
+        append_prompt(self, chunks, rows, aux)
+        self.drafter.append(chunks.tokens, aux, rows.positions, rows.slots * (rows.positions > 0))
 
     fault.change(Engine, "_append_prompt", changed)
 

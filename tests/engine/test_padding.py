@@ -10,6 +10,7 @@ from harness import InProcessEngine, greedy
 from tokenspeed.config import Shape
 from tokenspeed.params import SamplingParams
 from tokenspeed.worker.engine import Engine
+from tokenspeed.worker.prefill import Chunks
 
 BUCKETS = (1, 4, 8, 16)
 COUNTS = (1, 2, 3, 5, 7, 9)
@@ -25,6 +26,9 @@ class Padded:
 
     def covers(self, batch: int, shape: Shape | None) -> bool:
         return batch <= BUCKETS[-1]
+
+    def covers_prefill(self, chunks: Chunks) -> bool:
+        return False
 
     def replay(self, slots: list[int], shape: Shape | None) -> torch.Tensor:
         batch, state = len(slots), self.engine.state

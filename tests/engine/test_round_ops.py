@@ -13,6 +13,7 @@ from tokenspeed.attention import triton
 from tokenspeed.config import Shape
 from tokenspeed.kernels import attention_ops, round_ops
 from tokenspeed.kernels.registry import Op
+from tokenspeed.worker.prefill import Chunks, ChunkTensors
 
 FREE = {"aten::empty.memory_format", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 SYNCS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique2", "aten::equal"}
@@ -96,6 +97,22 @@ def test_a_round_launches_little_beside_its_kernels(engine, monkeypatch, shape, 
     assert launches.counts["ours::rope_store_kv"] == 1  # the draft's rows of what was accepted
     assert not launches.counts["ours::tree_attention"]
     assert launches.small <= most, launches.counts
+
+
+def test_a_padded_prefill_waits_for_nothing(engine, monkeypatch):
+    """As it is captured, of nothing but padding."""
+    monkeypatch.setattr(engine.backend, "_prefill", triton.PrefillAttention)
+    nothing = Chunks(torch.zeros(0, dtype=torch.int64), [], [], [], []).padded(32, 4, engine.state.dummy)
+    packed = nothing.pack()
+    launches = Launches(monkeypatch)
+    with torch.inference_mode(), launches:
+        engine.prefill(ChunkTensors(packed, nothing), []).packed()
+    assert not launches.syncs
+    assert launches.counts["ours::prefill_attention"] == engine.pool.num_layers
+    assert (
+        launches.counts["ours::rope_store_kv"] == engine.pool.num_layers + 2
+    )  # the draft's rows: prompts, samples
+    assert launches.small <= 43, launches.counts
 
 
 @pytest.mark.parametrize(

@@ -124,22 +124,31 @@ def case_rope_store_kv(fn: Callable, m: Maker) -> None:
         assert torch.equal(caches[0], before)
 
 
+def chunk_rows(m: Maker, chunks: list[tuple[int, int]]) -> tuple[SimpleNamespace, int]:
+    """Chunks (start, count) with shuffled pages, and the number of pages."""
+    table, pages = m.pages([start + count for start, count in chunks])
+    rows = SimpleNamespace(
+        block_table=table,
+        starts=m.tensor([start for start, _ in chunks], torch.int32),
+        cu_rows=m.tensor([0, *itertools.accumulate(count for _, count in chunks)], torch.int32),
+        chunks=chunks,
+    )
+    return rows, pages
+
+
 def case_prefill_attention(fn: Callable, m: Maker) -> None:
     shapes = ((9, 3, 64, None), (4, 4, 24, 20), (2, 1, 128, 1))
-    chunks = [(0, 1), (0, 70), (16, 32), (75, 5)]
     for heads, kv_heads, dim, window in shapes:
-        table, pages = m.pages([start + count for start, count in chunks])
-        counts = [count for _, count in chunks]
-        rows = SimpleNamespace(
-            block_table=table,
-            starts=m.tensor([start for start, _ in chunks], torch.int32),
-            cu_rows=m.tensor([0, *itertools.accumulate(counts)], torch.int32),
-            chunks=chunks,
-        )
-        q = m.normal(sum(counts), heads + 1, dim)[:, :heads]
-        k, v = m.normal(pages, PAGE, kv_heads, dim), m.normal(pages, PAGE, kv_heads, dim)
-        args = (k, v, rows, dim**-0.5, window)
-        close(fn(q, *args), reference.prefill_attention(q, *args))
+        # The second as in a captured pass: an empty chunk, padding that sees nothing, only bounds on the host.
+        for chunks in ([(0, 1), (0, 70), (16, 32), (75, 5)], [(20, 3), (0, 0), (-66, 66)]):
+            rows, pages = chunk_rows(m, chunks)
+            count = sum(count for _, count in chunks)
+            q = m.normal(count, heads + 1, dim)[:, :heads]
+            k, v = m.normal(pages, PAGE, kv_heads, dim), m.normal(pages, PAGE, kv_heads, dim)
+            want = reference.prefill_attention(q, k, v, rows, dim**-0.5, window)
+            if (0, 0) in chunks:
+                rows.chunks = [(0, count)] * len(chunks)
+            close(fn(q, k, v, rows, dim**-0.5, window), want)
 
 
 def tree_inputs(

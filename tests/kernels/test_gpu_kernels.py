@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from kernels.kernel_cases import CASES, Maker, invariant_inputs, tree_inputs
+from kernels.kernel_cases import CASES, Maker, chunk_rows, close, invariant_inputs, tree_inputs
 
 from tokenspeed.errors import ConfigError
 from tokenspeed.kernels import build, cuda, reference
@@ -69,6 +69,34 @@ def test_a_graph_replays_other_lengths():
         graph.replay()
         want = reference.tree_attention(**inputs, **fixed)
         torch.testing.assert_close(out, want, atol=3e-2, rtol=3e-2)
+
+
+def test_a_graph_of_a_prefill_replays_other_chunks():
+    """Captured with padding alone; what is replayed has chunks, empty ones and as much padding as there is room."""
+    attend = OPS["prefill_attention"]["triton"].load()
+    m, size = Maker("cuda", torch.bfloat16), 384
+    padding, _ = chunk_rows(m, [(0, 0)] * 4 + [(-size, size)])
+    padding.block_table = torch.zeros(5, 40, dtype=torch.int32, device="cuda")
+    q = m.normal(size, 32, 128)
+    k, v = m.normal(60, 16, 8, 128), m.normal(60, 16, 8, 128)
+    fixed = dict(scale=128**-0.5, window=None)
+    assert not attend(q, k, v, padding, **fixed).any()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, k, v, padding, **fixed)
+    for chunks in (
+        [(0, 384), (0, 0), (0, 0), (0, 0), (0, 0)],
+        [(100, 100), (0, 0), (0, 0), (0, 0), (-284, 284)],
+        [(0, 1), (16, 200), (77, 63), (0, 65), (-55, 55)],
+    ):
+        rows, _ = chunk_rows(m, chunks)
+        padding.block_table.zero_()[:, : rows.block_table.shape[1]] = rows.block_table
+        padding.starts.copy_(rows.starts)
+        padding.cu_rows.copy_(rows.cu_rows)
+        out.fill_(float("nan"))
+        graph.replay()
+        close(out, reference.prefill_attention(q, k, v, rows, **fixed))
 
 
 def test_offsets_beyond_32_bits():

@@ -30,14 +30,17 @@ class Attention(Protocol):
 
 @dataclass
 class PrefillRows:
-    """Chunks of C prompts, rows one after another. A row sees its request's keys up to its own position."""
+    """Chunks of C prompts, rows one after another. A row sees its request's keys up to its own position.
+
+    Padding is a chunk of n rows that starts at -n: none of them sees a key, whatever their RoPE position is.
+    """
 
     positions: Tensor  # int64 [T] position of each row, which is its RoPE position too
     slots: Tensor  # int64 [T] where the row's K/V go
     block_table: Tensor  # int32 [C, P] pages of each request
     starts: Tensor  # int32 [C] position of each chunk's first row
     cu_rows: Tensor  # int32 [C + 1] row offsets of the chunks
-    chunks: list[tuple[int, int]]  # (start, count) of each chunk, on the host
+    chunks: list[tuple[int, int]]  # (start, count) on the host; a GPU takes only the longest count from it
 
 
 @dataclass

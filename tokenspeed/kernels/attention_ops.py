@@ -46,6 +46,7 @@ def prefill_attention(
 
     Returns:
         [T, Hq, D]. A row's bits do not depend on how its prompt was cut into chunks.
+        Zeros where a chunk starts at minus its count, and so sees no keys.
     """
     return _prefill_attention[q.device.type](q, k_cache, v_cache, rows, scale, window)
 

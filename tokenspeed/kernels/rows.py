@@ -11,4 +11,4 @@ class ChunkRows(Protocol):
     block_table: Tensor  # int32 [C, P] pages of each request
     starts: Tensor  # int32 [C] position of each chunk's first row
     cu_rows: Tensor  # int32 [C + 1] row offsets of the chunks
-    chunks: list[tuple[int, int]]  # (start, count) of each chunk, on the host
+    chunks: list[tuple[int, int]]  # (start, count) on the host; a GPU takes only the longest count from it

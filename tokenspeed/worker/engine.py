@@ -20,6 +20,7 @@ from tokenspeed.sampling.edits import LogitEdits
 from tokenspeed.spec.base import Drafter, DraftTree, Frontier
 from tokenspeed.spec.verify import Accepted, accept
 from tokenspeed.structured.matchers import Asked, Matchers
+from tokenspeed.worker.prefill import ChunkTensors
 from tokenspeed.worker.state import SamplingState, SlotState
 
 # Of RoundResult.failed. A row of the target's fails its request; a draft's only costs acceptance.
@@ -43,12 +44,16 @@ class RoundResult:
 
 @dataclass
 class PrefillResult:
-    """Of C chunks. Sampled are those F chunks that end their prompt."""
+    """Of T rows and F samples."""
 
     tokens: Tensor  # int64 [F]
     failed: Tensor  # bool [F]
     last_logits: Tensor  # float32 [F, V] raw
     hidden: Tensor  # [T, H]
+
+    def packed(self) -> Tensor:
+        """What the host wants, in one tensor for one copy: int64 [F, 2] of token, failed."""
+        return torch.stack([self.tokens, self.failed.long()], 1)
 
 
 class Engine:
@@ -159,59 +164,49 @@ class Engine:
 
     # ---- prefill
 
-    def prefill(
-        self,
-        tokens: Tensor,
-        rows: PrefillRows,
-        slots: Tensor,
-        ends: Tensor,
-        host_slots: list[int],
-    ) -> PrefillResult:
+    def prefill(self, chunks: ChunkTensors, host_slots: list[int]) -> PrefillResult:
         """Computes chunks of prompts and samples the first token of those that end.
 
         Args:
-            tokens: int64 [T]. rows: their places; C chunks. slots: int64 [C].
-            ends: int64 [F] numbers of the chunks that end their prompt. host_slots: slots of those, in order.
+            chunks: padded or not. host_slots: slots of the samples, for rows with logit edits or a matcher; empty
+                under capture.
         """
-        state = self.state
+        state, slots, positions = self.state, chunks.sample_slots, chunks.sample_positions
+        rows = chunks.rows(state)
         hidden, aux = self.model.forward(
-            tokens, rows.positions, self.backend.prefill(self.pool, rows), self.aux_layers
+            chunks.tokens, rows.positions, self.backend.prefill(self.pool, rows), self.aux_layers
         )
-        last_rows = rows.cu_rows[1:].long() - 1
         if self.drafter is not None:
-            self._append_prompt(tokens, rows, slots, aux, last_rows)
-        end_rows, end_slots = last_rows[ends], slots[ends]
-        logits = (
-            self.model.logits(hidden[end_rows])
-            if len(host_slots)
-            else hidden.new_zeros(0, 1, dtype=torch.float32)
-        )
-        if not host_slots:
-            return PrefillResult(ends, ends.bool(), logits, hidden)
-        positions = rows.positions[end_rows] + 1
-        tree = self._root(state.last_tokens[end_slots])
+            self._append_prompt(chunks, rows, aux)
+        if not len(slots):
+            return PrefillResult(slots, slots.bool(), hidden.new_zeros(0, 1, dtype=torch.float32), hidden)
+        logits = self.model.logits(hidden[chunks.sample_rows])
+        tree = self._root(state.last_tokens[slots])
         asked = self.matchers.ask(host_slots, tree.tokens, tree.parents)
-        sampled = self._sample(logits[:, None], end_slots, host_slots, tree, positions[:, None], asked)[:, 0]
+        sampled = self._sample(logits[:, None], slots, host_slots, tree, positions[:, None], asked)[:, 0]
         failed, sampled = sampled < 0, sampled.clamp(min=0)
-        state.last_tokens[end_slots] = sampled
-        state.lengths[end_slots] = positions + 1
+        state.last_tokens[slots] = sampled
+        state.lengths[slots] = positions + 1
         if self.drafter is not None:
-            places = state.kv_slots(state.block_table[end_slots], positions[:, None])[:, 0]
-            self.drafter.append(sampled, aux[end_rows], positions, places)
-        self.edits.count(host_slots, sampled[:, None], torch.ones_like(sampled))
-        self.matchers.count(host_slots, sampled[:, None], torch.ones_like(sampled))
+            places = state.kv_slots(state.block_table[slots], positions[:, None])[:, 0]
+            self.drafter.append(sampled, aux[chunks.sample_rows], positions, places)
+        if host_slots:
+            self.edits.count(host_slots, sampled[:, None], torch.ones_like(sampled))
+            self.matchers.count(host_slots, sampled[:, None], torch.ones_like(sampled))
         return PrefillResult(sampled, failed, logits, hidden)
 
-    def _append_prompt(
-        self, tokens: Tensor, rows: PrefillRows, slots: Tensor, aux: Tensor, last_rows: Tensor
-    ) -> None:
+    def _append_prompt(self, chunks: ChunkTensors, rows: PrefillRows, aux: Tensor) -> None:
         """Draft K/V of the chunks' tokens: the row of x_i takes a_{i-1}, at a chunk's start from the slot's state."""
-        state = self.state
-        before = torch.roll(aux, 1, 0)
-        before[rows.cu_rows[:-1].long()] = state.aux[slots]
+        state, slots = self.state, chunks.slots
+        carried = state.aux[slots]
+        # One row more than there are: empty chunks may begin behind the last.
+        before = aux.new_empty(len(aux) + 1, aux.shape[1])
+        before[1:] = aux
+        before[chunks.cu_rows[:-1]] = carried
         places = torch.where(rows.positions > 0, rows.slots, 0)  # index 0 has no row
-        self.drafter.append(tokens, before, rows.positions, places)
-        state.aux[slots] = aux[last_rows]
+        self.drafter.append(chunks.tokens, before[:-1], rows.positions, places)
+        # The dummy slot keeps what it has: a request's NaN must not get into padding.
+        state.aux[slots] = torch.where((slots == state.dummy)[:, None], carried, aux[chunks.last_rows])
         size = state.page_size
         pages = torch.where(rows.slots % size == size - 1, rows.slots // size, 0)
         self.page_aux[pages] = aux

@@ -2,18 +2,17 @@
 
 import time
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tokenspeed.attention.base import PrefillRows
 from tokenspeed.config import Shape
 from tokenspeed.ipc.messages import Logprobs, Step, StepDone, pack, unpack
 from tokenspeed.params import SamplingParams
 from tokenspeed.sampling.logprobs import logprobs_of
 from tokenspeed.worker.engine import DRAFT_NAN, TARGET_NAN, Engine, PrefillResult
 from tokenspeed.worker.graph import GraphSet
+from tokenspeed.worker.prefill import Chunks, ChunkTensors
 from tokenspeed.worker.transfer import to_device, to_host
 
 UNUSABLE = "the model's logits are NaN, or what the request bans leaves no token to choose"
@@ -35,7 +34,7 @@ class Launched:
     step: int
     started: float
     round: Tensor | None  # RoundResult.packed, host, filled when `done` has passed
-    first: Tensor | None  # int64 [2, F] of finished prefills: tokens, whether they failed
+    first: Tensor | None  # PrefillResult.packed of finished prompts, host, likewise
     ends: list[int]  # prefill rows that end their prompt
     num_prefill: int
     decoded: list[_Slot]
@@ -54,7 +53,7 @@ class Runner:
     """One GPU's (or the CPU's) share of every step.
 
     Args:
-        engine: model, drafter and device state. graphs: captured rounds, or None for eager.
+        engine: model, drafter and device state. graphs: captured rounds and prefills, or None for eager.
     """
 
     def __init__(self, engine: Engine, graphs: GraphSet | None, page_size: int):
@@ -86,8 +85,8 @@ class Runner:
         if launched.done is not None:
             launched.done.synchronize()
         counts, tokens, failed, num_nan_drafts = [0] * launched.num_prefill, [], {}, 0
-        firsts = ([], []) if launched.first is None else launched.first.tolist()
-        for row, token, bad in zip(launched.ends, *firsts, strict=True):
+        firsts = [] if launched.first is None else launched.first.tolist()
+        for row, (token, bad) in zip(launched.ends, firsts, strict=True):
             counts[row] = 1
             tokens.append(token)
             if bad:
@@ -147,41 +146,31 @@ class Runner:
             unpack(step.prefill_starts),
             unpack(step.prefill_counts),
         )
-        spans = list(zip(slots, starts, counts, strict=True))
-        host = [
-            torch.cat([self._slots[s].input_ids[a : a + n] for s, a, n in spans]),
-            torch.cat([torch.arange(a, a + n) for _, a, n in spans]),
-            torch.repeat_interleave(torch.arange(len(slots)), torch.tensor(counts)),
-        ]
-        tokens, positions, chunk_of = to_device(torch.stack(host), self.device)
-        device_slots = to_device(slots, self.device)
-        table = self.state.block_table[device_slots]
-        columns = (positions // self.page_size).clamp(max=self.state.num_columns - 1)
-        places = table[chunk_of, columns].long() * self.page_size + positions % self.page_size
-        rows = PrefillRows(
-            positions=positions,
-            slots=places,
-            block_table=table,
-            starts=to_device(starts, self.device, torch.int32),
-            cu_rows=to_device([0, *accumulate(counts)], self.device, torch.int32),
-            chunks=list(zip(starts, counts, strict=True)),
-        )
-        ends = [i for i, (s, a, n) in enumerate(spans) if a + n == len(self._slots[s].input_ids)]
+        requests = [self._slots[slot] for slot in slots]
+        spans = list(zip(requests, starts, counts, strict=True))
+        tokens = torch.cat([r.input_ids[start : start + count] for r, start, count in spans])
+        ends = [i for i, (r, start, count) in enumerate(spans) if start + count == len(r.input_ids)]
         end_slots = [slots[i] for i in ends]
-        result = self.engine.prefill(tokens, rows, device_slots, to_device(ends, self.device), end_slots)
-        for slot in end_slots:
-            self._slots[slot].max_len += 1
+        chunks = Chunks.of(tokens, slots, starts, counts, ends)
+        wanted = any(r.params.logprobs is not None or r.params.prompt_logprobs is not None for r in requests)
+        edited = self.engine.edits.any(end_slots) or self.engine.matchers.any(end_slots)
+        if self.graphs is not None and not wanted and not edited and self.graphs.covers_prefill(chunks):
+            packed = self.graphs.replay_prefill(chunks)
+        else:
+            result = self.engine.prefill(ChunkTensors.of(chunks, self.device), end_slots)
+            packed = result.packed()
+            self._prefill_logprobs(spans, ends, result, out)
+        for i in ends:
+            requests[i].max_len += 1
         out.num_prefill, out.ends = len(slots), ends
-        out.first = to_host(torch.stack([result.tokens, result.failed.long()]))
-        self._prefill_logprobs(spans, ends, result, out)
+        out.first = to_host(packed)
 
     def _prefill_logprobs(self, spans, ends: list[int], result: PrefillResult, out: Launched) -> None:
         for i, row in enumerate(ends):
-            if (top := self._slots[spans[row][0]].params.logprobs) is not None:
+            if (top := spans[row][0].params.logprobs) is not None:
                 out.logprobs[row] = logprobs_of(result.last_logits[i : i + 1], result.tokens[i : i + 1], top)
         offset = 0
-        for row, (slot, start, count) in enumerate(spans):
-            request = self._slots[slot]
+        for row, (request, start, count) in enumerate(spans):
             if (top := request.params.prompt_logprobs) is not None:
                 targets = request.input_ids[start + 1 : start + count + 1].to(self.device)
                 logits = self.engine.model.logits(result.hidden[offset : offset + len(targets)])

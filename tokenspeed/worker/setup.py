@@ -26,6 +26,7 @@ from tokenspeed.worker.calibrate import CPU_BATCHES, Ladder, calibrate, key_of, 
 from tokenspeed.worker.engine import Engine
 from tokenspeed.worker.graph import BUCKETS, GraphSet
 from tokenspeed.worker.memory import CPU_KV_BYTES, CPU_KV_SHARE, GIB, MemoryPlan, available_cpu_memory
+from tokenspeed.worker.prefill import SIZES
 from tokenspeed.worker.runner import Runner
 from tokenspeed.worker.state import MAX_OVERHANG, SamplingState, SlotState
 
@@ -153,7 +154,8 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         LogitEdits(resolved.model.vocab_size, resolved.eos_token_ids, device),
         Matchers(resolved.model.vocab_size, device, lambda params: None),
     )
-    graphs = GraphSet(engine, ladder) if captured else None
+    prefills = [size for size in SIZES if size <= max_tokens]
+    graphs = GraphSet(engine, ladder, prefills) if captured else None
     captured_graphs = graphs.capture(progress) if graphs else {}
     for line in plan.lines(resolved.max_model_len):
         progress(line, 0, 0)
