@@ -88,9 +88,12 @@ def test_the_export_is_a_draft_that_accepts_more_than_an_untrained_one(
     assert told["options"]["lr"] == 8e-3 and told["data"]["num_answers"] == 64
 
 
-def test_a_run_that_starts_from_a_draft_begins_where_that_one_ended(trained, model_dir, data_dir, tmp_path):
+@pytest.mark.parametrize("wider", [[], ["--ffn", "80"]])
+def test_a_run_that_starts_from_a_draft_begins_where_that_one_ended(
+    trained, model_dir, data_dir, tmp_path, wider
+):
     assert main(["draft", "export", str(trained), "--output", str(tmp_path / "draft")]) == 0
-    more = ["--start-from", str(tmp_path / "draft"), "--steps", "1", "--head-steps", "1"]
+    more = ["--start-from", str(tmp_path / "draft"), "--steps", "1", "--head-steps", "1", *wider]
     assert command(model_dir, data_dir, tmp_path / "more", *more) == 0
     first, last = {}, {}
     for stage, kind in (("draft", "top1"), ("candidate head", "recall")):
@@ -104,8 +107,8 @@ def test_a_start_of_another_shape_is_refused(trained, model_dir, data_dir, tmp_p
     assert main(["draft", "export", str(trained), "--output", str(tmp_path / "draft")]) == 0
     base = ["draft", "train", str(model_dir), "--data", str(data_dir), "--output", str(tmp_path / "more")]
     base += [*SMALL, "--steps", "1", "--head-steps", "1"]
-    wider = [*base, "--start-from", str(tmp_path / "draft"), "--ffn", "65"]
-    assert "has intermediate_size 64, this run 65" in fails(capsys, wider)
+    narrower = [*base, "--start-from", str(tmp_path / "draft"), "--ffn", "63"]
+    assert "has intermediate_size 64, this run 63" in fails(capsys, narrower)
     assert "has no config.json" in fails(capsys, [*base, "--start-from", str(tmp_path)])
     assert not (tmp_path / "more").exists()
 

@@ -165,6 +165,6 @@ def _parser() -> Parser:
     group.add_argument(
         "--start-from",
         metavar="DRAFT",
-        help="directory of a draft of the same shape, to train on (default: random first weights)",
+        help="directory of a draft of the same shape or with a narrower MLP, to train on (default: random weights)",
     )
     return parser

@@ -24,13 +24,15 @@ def read_start(directory: Path, raw: dict[str, Any]) -> dict[str, Tensor]:
         raw: the config.json of the draft that is to be trained.
 
     Raises:
-        ConfigError: `directory` holds no whole EAGLE-4 draft, or one of another shape.
+        ConfigError: `directory` holds no whole EAGLE-4 draft, or one of another shape; its MLP may be narrower.
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--start-from {directory} has no config.json that can be read: {error}") from None
     for name, value in raw.items():
+        if name == "intermediate_size" and 0 < config.get(name, 0) <= value:
+            continue
         if name not in _FREE and config.get(name) != value:
             raise ConfigError(
                 f"--start-from {directory} has {name} {config.get(name)}, this run {value}; give the same options"
@@ -46,9 +48,15 @@ def read_start(directory: Path, raw: dict[str, Any]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def start_draft(draft: TrainableDraft, weights: dict[str, Tensor]) -> None:
-    """Copies the weights of `read_start` into an untrained draft."""
+    """Copies the weights of `read_start` into an untrained draft, which then computes what they did.
+
+    Of a wider MLP the further rows keep their first weights, and nothing of theirs is added yet.
+    """
     for name, parameter in draft.params.items():
-        parameter.copy_(weights[name])
+        old = weights[name]
+        if name.endswith("down_proj.weight"):
+            parameter[:, old.shape[1] :] = 0
+        parameter[tuple(map(slice, old.shape))] = old
 
 
 @torch.no_grad()
