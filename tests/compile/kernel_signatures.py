@@ -18,7 +18,7 @@ _TYPE_NAMES = {
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
-    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks",
+    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
     "logprobs lane_scores all_scores next_scores "
     "partials",
@@ -156,9 +156,10 @@ BUILDS: dict[str, list[Build]] = {
     + [Build(_attention(WINDOWED=False, STRETCH=512, BLOCK_R=16, BLOCK_S=32), ("fp32",))],
     "combine_invariant_kernel": [Build(dict(NUM_HEADS=32, DIM=128, STRETCH=512, BLOCK_D=128), num_warps=1)],
     "sample_kernel": [
-        Build(dict(BLOCK=4096, BY_SLOT=True), ("fp32",), 8, types=(("out", "*i64"),)),
-        Build(dict(BLOCK=4096, BY_SLOT=False), ("fp32",), 8, types=(("out", "*i64"),)),
+        Build(dict(BLOCK=4096, PARTS=16, BY_SLOT=by_slot), ("fp32",), 8, types=(("out", "*i64"),))
+        for by_slot in (True, False)
     ],
+    "sample_best_kernel": [Build(dict(BLOCK=4096), ("fp32",))],
     "read_slots_kernel": [
         Build(dict(BLOCK=1024), _ALL, types=(("table", "*i32"), ("indices32", "*i32"))),
     ],

@@ -1,4 +1,5 @@
-"""Sampling in Triton, one program a row: argmax, exact top-k and top-p thresholds, Gumbel-max with Philox.
+"""Sampling in Triton: argmax by parts of a row, then, one program a row, exact top-k and top-p thresholds and Gumbel-max
+with Philox for the rows that are not greedy.
 
 Thresholds are searched over the logits' bits: as integers of the right order float32 values have 2^32 keys,
 so 16 passes that each quarter the interval find the exact k-th largest value or the nucleus' edge without a
@@ -110,8 +111,24 @@ def _draw(row, vocab, factor, edge, seed, position, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sample_best_kernel(logits, part_peak, part_token, stride, vocab, BLOCK: tl.constexpr):
+    """Largest logit of BLOCK of one row's, NaN if there is one, and the lowest token that has it."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + cols, cols < vocab, float("-inf"))
+    nan = tl.max((x != x).to(tl.int32), 0) > 0
+    x = tl.minimum(x, 3e38)
+    top = tl.max(x, 0)
+    out = row * tl.num_programs(1) + part
+    tl.store(part_token + out, tl.min(tl.where(x == top, cols, 2147483647), 0))
+    tl.store(part_peak + out, tl.where(nan, float("nan"), top))
+
+
+@triton.jit
 def sample_kernel(
     logits,
+    part_peak,
+    part_token,
     temperature,
     top_k,
     top_p,
@@ -122,8 +139,10 @@ def sample_kernel(
     out,
     stride,
     vocab,
+    num_parts,
     group,
     BY_SLOT: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
@@ -131,20 +150,14 @@ def sample_kernel(
     slot = index
     if BY_SLOT:
         slot = tl.load(slots + index // group)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    token = tl.full([BLOCK], 2147483647, tl.int32)
-    nan = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(row + cols, cols < vocab, float("-inf"))
-        nan |= (x != x).to(tl.int32)
-        x = tl.minimum(x, 3e38)
-        better = x > best
-        best, token = tl.where(better, x, best), tl.where(better, cols, token)
-    top = tl.max(best, 0)
-    choice = tl.min(tl.where(best == top, token, 2147483647), 0)
+    part = tl.arange(0, PARTS)
+    peaks = tl.load(part_peak + index * num_parts + part, part < num_parts, float("-inf"))
+    tokens = tl.load(part_token + index * num_parts + part, part < num_parts, 0)
+    failed = tl.max((peaks != peaks).to(tl.int32), 0) > 0
+    top = tl.max(peaks, 0)
+    choice = tl.min(tl.where(peaks == top, tokens, 2147483647), 0)
     heat = tl.load(temperature + slot)
-    if (top == float("-inf")) | (tl.max(nan, 0) > 0):
+    if (top == float("-inf")) | failed:
         choice = tl.full([], -1, tl.int32)
     elif heat >= 1e-5:
         factor = tl.div_rn(1.0, heat)
@@ -178,8 +191,16 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         block = min(_BLOCK, max(16, triton.next_power_of_2(vocab)))
+        parts = triton.cdiv(vocab, block)
+        peaks = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+        tokens = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+        sample_best_kernel[(rows, parts)](
+            logits, peaks, tokens, logits.stride(0), vocab, BLOCK=block, num_warps=4
+        )
         sample_kernel[(rows,)](
             logits,
+            peaks,
+            tokens,
             temperature,
             top_k,
             top_p,
@@ -190,8 +211,10 @@ def sample(
             out,
             logits.stride(0),
             vocab,
+            parts,
             1 if slots is None else rows // len(slots),
             BY_SLOT=slots is not None,
+            PARTS=triton.next_power_of_2(parts),
             BLOCK=block,
             num_warps=8,
         )
