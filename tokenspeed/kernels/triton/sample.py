@@ -1,5 +1,5 @@
-"""Sampling in Triton: argmax by parts of a row, then, one program a row, exact top-k and top-p thresholds and Gumbel-max
-with Philox for the rows that are not greedy.
+"""Sampling in Triton: argmax by parts of a row, then, one program a row, exact top-k and top-p thresholds and
+Gumbel-max with Philox for the rows that are not greedy.
 
 Thresholds are searched over the logits' bits: as integers of the right order float32 values have 2^32 keys,
 so 16 passes that each quarter the interval find the exact k-th largest value or the nucleus' edge without a
