@@ -50,7 +50,7 @@ LICENCES = {
     "docstrings": "PSF-2.0",
     "word_problems": "Apache-2.0",
 }
-MOST = {"sharegpt_multi": 10_000, "sharegpt_later": 10_000, "docstrings": 6_000, "word_problems": 5_000}
+MOST = {"sharegpt_multi": 40_000, "sharegpt_later": 40_000, "docstrings": 6_000, "word_problems": 5_000}
 CHARS = (8, 2000)  # of a prompt
 Conversation = list[str]  # texts of user and assistant in turn
 
