@@ -130,7 +130,7 @@ def make(target, tiny_draft_dir):
     def engine(case: dict, rows: int, pages: int | None) -> Watched:
         options: dict = {"max_num_batched_tokens": CHUNK if case["prefill"] == "chunks" else 1024}
         if case["shape"] == "crowd":
-            options["speculative_disable_by_batch_size"] = rows // 2
+            options["speculative_disable_by_batch_size"] = max(rows // 4, 1)  # a tight pool takes few at once
         if pages:
             options["kv_cache_tokens"] = pages * PAGE
         return Watched(
