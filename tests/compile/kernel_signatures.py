@@ -17,7 +17,7 @@ _TYPE_NAMES = {
     "table aux root_aux state token_gain state_gain slot_aux page_aux",
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
-    "places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
+    "token_ids places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
     "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
     "logprobs lane_scores all_scores next_scores "
@@ -170,13 +170,24 @@ BUILDS: dict[str, list[Build]] = {
     ],
     "commit_kernel": [Build(dict(BLOCK_W=16), num_warps=1, types=(("table", "*i32"),))],
     "keep_aux_kernel": [Build(dict(BLOCK=1024), _ALL)],
-    "candidate_scan_kernel": [Build(dict(BLOCK=64, COUNT=32), _ALL)],
+    "candidate_scan_kernel": [
+        Build(dict(BLOCK=64, COUNT=32, DRAWN=drawn, MAPPED=mapped), dtypes)
+        for drawn, mapped, dtypes in ((False, False, _ALL), (True, False, _ALL), (True, True, ("bf16",)))
+    ],
     "candidate_select_kernel": [
-        Build(dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short), dtypes, 8)
+        Build(
+            dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short, DRAWN=drawn, MAPPED=mapped),
+            dtypes,
+            8,
+        )
         for short, dtypes in ((True, ("bf16",)), (False, ("fp16", "fp32")))
+        for drawn, mapped in ((False, False), (True, False), (True, True))
     ],
     "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
-    "best_candidates_kernel": [Build(dict(BLOCK_C=64, BLOCK_K=16), num_warps=2, types=(("k", "i32"),))],
+    "best_candidates_kernel": [
+        Build(dict(BLOCK_C=64, BLOCK_K=16, DRAWN=drawn), num_warps=2, types=(("k", "i32"),))
+        for drawn in (False, True)
+    ],
     "draft_rows_kernel": [
         Build(dict(BLOCK=128), types=(("k", "i32"), ("lanes", "i32"), ("root_positions", "*i64")))
     ],

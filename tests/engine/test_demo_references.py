@@ -1,10 +1,10 @@
-"""The demo model says what transformers makes of it, and its draft is as good as when its accept length was stored."""
+"""The demo model says what transformers makes of it; its draft is as good as when its accept lengths were stored."""
 
 import json
 
 import pytest
 from harness import InProcessEngine, greedy
-from make_references import FILE, NUM_GUARD_TOKENS, SHAPE, accept_length, digest
+from make_references import FILE, NUM_GUARD_TOKENS, SHAPE, accept_length, digest, sampled
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +66,9 @@ def test_speculation_in_a_batch_and_its_accept_length(speculative, stored, promp
     guard = stored["accept_length"]
     assert (guard["device"], guard["shape"], guard["tokens"]) == ("cpu", SHAPE, NUM_GUARD_TOKENS)
     assert accept_length(answers) == pytest.approx(guard["value"], rel=0.02)
+
+
+def test_the_accept_length_of_sampled_answers(speculative, stored, prompts):
+    """The draft looks for what the target's noise will choose; test_noise_mutations.py says what it has without."""
+    answers = speculative.generate(prompts, sampled(len(prompts), NUM_GUARD_TOKENS))
+    assert accept_length(answers) == pytest.approx(stored["accept_length"]["sampled"], rel=0.02)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from harness import InProcessEngine, greedy
+from make_references import accept_length
 
 from tokenspeed.params import SamplingParams
+from tokenspeed.worker.state import SamplingState
 
 pytestmark = pytest.mark.gpu
 TEXTS = (
@@ -42,6 +44,14 @@ def sampled(count: int) -> list[SamplingParams]:
     return [SamplingParams(temperature=1.0, seed=i, max_tokens=48) for i in range(count)]
 
 
+def mixed(count: int) -> list[SamplingParams]:
+    """Greedy and sampled in turns, of different lengths, so that a batch shrinks."""
+    return [
+        SamplingParams(temperature=(0.0, 1.0, 0.6)[i % 3], top_p=0.9, seed=50 + i, max_tokens=40 - 3 * i)
+        for i in range(count)
+    ]
+
+
 @pytest.mark.parametrize("spec", [None, "8/4/16", "5/1/6"])
 def test_graph_equals_eager(make, prompts, spec):
     """Buckets pad a batch of 3 to 4 and of 5 to 8; the replay after a larger batch sees no stale rows."""
@@ -51,6 +61,18 @@ def test_graph_equals_eager(make, prompts, spec):
         assert tokens(graph, prompts[:count], sampled(count)) == tokens(
             eager, prompts[:count], sampled(count)
         )
+
+
+def test_graphs_rank_by_the_noise_of_their_requests(make, prompts):
+    """Wrong noise (of the settings at capture, of another slot) changes no token; the accept length tells."""
+    eager, graph = (make("8/4/16", dtype="float32", enforce_eager=how) for how in (True, False))
+    for params in (sampled(8), mixed(8)):
+        expected, got = (accept_length(engine.generate(prompts, params)) for engine in (eager, graph))
+        assert got == pytest.approx(expected, rel=0.02)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplingState, "draw", lambda self, slots, last: None)
+        without = accept_length(eager.generate(prompts, sampled(8)))
+    assert without < 0.9 * accept_length(graph.generate(prompts, sampled(8)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +124,8 @@ def test_speculation_changes_nothing_in_float32(make, prompts):
     plain, spec = make(dtype="float32"), make("8/4/16", dtype="float32")
     for count in (1, 8):
         assert tokens(spec, prompts[:count], greedy(64)) == tokens(plain, prompts[:count], greedy(64))
-        assert tokens(spec, prompts[:count], sampled(count)) == tokens(plain, prompts[:count], sampled(count))
+        for params in (sampled(count), mixed(count)):
+            assert tokens(spec, prompts[:count], params) == tokens(plain, prompts[:count], params)
 
 
 def test_a_step_ahead_changes_nothing(make, prompts):

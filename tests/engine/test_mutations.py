@@ -4,7 +4,7 @@ What a wrong draft says is refused by the target, so comparing tokens can't find
 test_demo_references.py, an accept length that may not move by more than 2 %; and where a fault is too small for
 that, the tests that compare the drafter with an independent one. LOUD faults must be heard by a guard of that kind
 (three of its prompts, against the same engine without the fault), QUIET ones by the test that is named with them,
-or by one here.
+or by one here. Faults of the noise that a draft ranks by are in test_noise_mutations.py.
 """
 
 import json
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fault import Fault
 from harness import Answer, InProcessEngine, greedy
 from make_references import FILE, SHAPE, accept_length
 from models import test_decoder
@@ -32,25 +33,9 @@ NUM_PROMPTS, NUM_TOKENS = 3, 32  # about 27 rounds, and no fewer: some faults ne
 TOLERANCE = 0.02  # the guard's
 
 
-class Fault:
-    """Puts changed functions in the place of others, for one test, and counts how often they were called."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls, self._monkeypatch = 0, monkeypatch
-
-    def change(self, owner, name: str, changed: Callable) -> None:
-        """changed(the function as it is, its arguments ...) takes the function's place."""
-        original = getattr(owner, name)
-
-        def counted(*args):
-            self.calls += 1
-            return changed(original, *args)
-
-        self._monkeypatch.setattr(owner, name, counted)
-
-    def change_rows(self, change: Callable) -> None:
-        """change(rows, frontier) -> the rows of every draft step with the fault."""
-        self.change(EagleDrafter, "_rows", lambda rows, self, at, *rest: change(rows(self, at, *rest), at))
+def change_rows(fault: Fault, change: Callable) -> None:
+    """change(rows, frontier) -> the rows of every draft step with the fault."""
+    fault.change(EagleDrafter, "_rows", lambda rows, self, at, *rest: change(rows(self, at, *rest), at))
 
 
 # ---- loud: where rows stand
@@ -68,7 +53,7 @@ def rows_appended_one_slot_late(fault: Fault) -> None:
 
 
 def the_roots_own_row_not_seen(fault: Fault) -> None:
-    fault.change_rows(lambda rows, _: replace(rows, prefix_lens=rows.prefix_lens - 1))
+    change_rows(fault, lambda rows, _: replace(rows, prefix_lens=rows.prefix_lens - 1))
 
 
 # ---- loud: what rows are made of
@@ -213,7 +198,7 @@ def rope_of_everything_off(fault: Fault) -> None:
 
 
 def rope_of_drafted_rows_off(fault: Fault) -> None:
-    fault.change_rows(lambda rows, _: replace(rows, positions=rows.positions + 1))
+    change_rows(fault, lambda rows, _: replace(rows, positions=rows.positions + 1))
 
 
 def rope_of_lanes_stays_the_roots(fault: Fault) -> None:
@@ -221,7 +206,7 @@ def rope_of_lanes_stays_the_roots(fault: Fault) -> None:
         root = (frontier.last_indices - 1).clamp(min=0)[:, None]
         return replace(rows, positions=root.expand_as(rows.mask).flatten())
 
-    fault.change_rows(change)
+    change_rows(fault, change)
 
 
 def aux_of_the_layers_before(fault: Fault) -> None:
@@ -231,7 +216,7 @@ def aux_of_the_layers_before(fault: Fault) -> None:
 
 def the_row_after_the_root_seen(fault: Fault) -> None:
     """It has not been written yet."""
-    fault.change_rows(lambda rows, _: replace(rows, prefix_lens=rows.prefix_lens + 1))
+    change_rows(fault, lambda rows, _: replace(rows, prefix_lens=rows.prefix_lens + 1))
 
 
 def state_of_the_lane_before(fault: Fault) -> None:

@@ -1,5 +1,7 @@
 """Rounds counted from finished answers are the rounds that decoding made; the draft's heads in the engine."""
 
+import itertools
+
 import pytest
 from engine.harness import InProcessEngine, greedy
 
@@ -20,12 +22,12 @@ def engine_of(tiny_model_dir, tiny_draft_dir):
     return make
 
 
-def check(engine, prompts, answers) -> int:
+def check(engine, prompts, answers, params=()) -> int:
     """Compares every answer's account with its replay. Returns the tokens that the drafts got right."""
     accepted = 0
     (shape,) = engine.resolved.shapes
-    for prompt, answer in zip(prompts, answers, strict=True):
-        rounds = replay(engine.runner.engine, prompt, answer.token_ids, shape)
+    for prompt, answer, sampled in itertools.zip_longest(prompts, answers, params):
+        rounds = replay(engine.runner.engine, prompt, answer.token_ids, shape, sampled)
         kept = [r.accepted for r in rounds]
         told = answer.finished
         assert (len(kept), sum(kept)) == (told.num_rounds, told.num_accepted)
@@ -51,8 +53,8 @@ def test_sampled_answers_and_stop_tokens_too(engine_of):
              for i, a in enumerate(answers)]  # fmt: skip
     stopped = engine.generate(PROMPTS, stops)
     assert all(a.finished.reason == "stop" for a in stopped)
-    check(engine, PROMPTS, answers)
-    assert check(engine, PROMPTS, stopped) > 0
+    check(engine, PROMPTS, answers, params)
+    assert check(engine, PROMPTS, stopped, stops) > 0
 
 
 def test_a_text_of_several_chunks(engine_of):

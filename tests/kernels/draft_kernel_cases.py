@@ -1,11 +1,14 @@
 """Cases of the drafting ops; see kernel_cases.py."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
 
+from tokenspeed.kernels import Draw
 from tokenspeed.kernels import reference_draft as reference
+from tokenspeed.kernels.philox import gumbel, vocab_words
 
 SHAPES = [(1, 1, 2), (4, 1, 5), (1, 4, 5), (3, 2, 4), (8, 4, 16), (5, 16, 64), (7, 10, 60)]
 
@@ -39,6 +42,87 @@ def case_top_candidates(fn: Callable, m) -> None:
     torch.testing.assert_close(
         share[1:], torch.tensor([1.0, 8 / 300], device=share.device).log(), atol=1e-5, rtol=0
     )
+    candidates_by_noise(fn, m)
+
+
+def draw_of(m, temperature: list[float], slots: list[int], depth: int = 3) -> Draw:
+    """Settings by slot, with some filters, and requests in some slots."""
+    size = len(temperature)
+    top_p = [1.0, 0.8, 0.5, 1.0, 0.95][:size]
+    return Draw(
+        m.tensor(temperature, torch.float32),
+        m.tensor([0, 0, 7, 20, 0][:size], torch.int32),
+        m.tensor(top_p, torch.float32),
+        m.tensor([0.0, 0.0, 0.0, 0.05, 0.2][:size], torch.float32),
+        m.ints(-(2**62), 2**62, size),
+        m.tensor(slots, torch.int64),
+        m.ints(0, 3000, len(slots)),
+        depth,
+    )
+
+
+def noise_of(draw: Draw, rows: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Temperature times noise of each row's tokens, [R, C], as `sample` draws it."""
+    each = rows // len(draw.slots)
+    slots, positions = (x.repeat_interleave(each) for x in (draw.slots, draw.positions + draw.depth))
+    words = vocab_words(draw.seeds[slots], positions, int(tokens.max()) + 1)
+    heat = torch.where(draw.temperature >= 1e-5, draw.temperature, 0.0)
+    return heat[slots, None] * gumbel(words).gather(1, tokens.expand(rows, -1))
+
+
+def candidates_by_noise(fn: Callable, m) -> None:
+    draw = draw_of(m, [1.0, 0.0, 0.4, 1.5, 0.7], [3, 1, 0])
+    for each, size, count in ((1, 4096 if m.quick else 49152, 64), (4, 1000, 16), (2, 40, 16), (1, 17, 17)):
+        rows = each * 3
+        for scores in (m.normal(rows, size) * 3, (m.normal(rows, size) * 3).bfloat16()):
+            for ids in (None, torch.arange(size, device=scores.device) * 2 + 1):
+                places, share = fn(scores, count, draw, ids)
+                tokens = torch.arange(size, device=scores.device) if ids is None else ids
+                whole = scores.float() + noise_of(draw, rows, tokens[None])
+                found, best = whole.gather(1, places), whole.topk(count).values
+                assert torch.all(places[:, 1:] > places[:, :-1]) and int(places.max()) < size
+                slack = best.abs() * (2**-7 if scores.dtype == torch.bfloat16 else 1e-5) + 1e-5
+                assert torch.all(found.sort(1, descending=True).values >= best - slack)
+                want = found.logsumexp(1) - whole.logsumexp(1)
+                torch.testing.assert_close(share, want, atol=1e-4, rtol=1e-4)
+                greedy = slice(each, 2 * each)  # slot 1
+                assert torch.equal(places[greedy], fn(scores[greedy], count)[0])
+
+
+def best_by_noise(fn: Callable, m) -> None:
+    draw = draw_of(m, [1.0, 0.0, 0.4, 1.5, 0.7], [3, 1, 0, 4, 2])
+    for each, count, k in ((4, 64, 4), (1, 10, 10), (3, 33, 1)):
+        rows = 5 * each
+        scores, share = m.normal(rows, count, dtype=torch.float32) * 3, m.normal(rows, dtype=torch.float32)
+        ids = torch.stack([torch.randperm(5000, generator=m.generator)[:count] for _ in range(rows)])
+        ids, share = ids.to(scores.device), -share.abs()
+        got = fn(scores, ids, share, k, draw)
+        noise = noise_of(draw, rows, ids)
+        for r in range(rows):
+            slot = int(draw.slots[r // each])
+            kept = (
+                kept_by_filters(draw, slot, scores[r].tolist())
+                if draw.temperature[slot] > 0
+                else [True] * count
+            )
+            lost = torch.tensor([0.0 if kept_here else 10.0 for kept_here in kept], device=scores.device)
+            want = (scores[r] + noise[r] - lost).log_softmax(0) + share[r]
+            order = want.sort(descending=True, stable=True)
+            torch.testing.assert_close(got[1][r], order.values[:k].clamp(max=0), atol=2e-5, rtol=2e-5)
+            assert got[0][r].tolist() == ids[r][order.indices[:k]].tolist()
+
+
+def kept_by_filters(draw: Draw, slot: int, scores: list[float]) -> list[bool]:
+    """Which tokens top-k, top-p and min-p keep, in plain Python and float64."""
+    heat, k = float(draw.temperature[slot]), int(draw.top_k[slot])
+    p, floor = float(draw.top_p[slot]), float(draw.min_p[slot])
+    weights = [math.exp((score - max(scores)) / heat) for score in scores]
+    total, kept = sum(weights), []
+    for mine in weights:
+        above = [other for other in weights if other > mine]
+        in_nucleus = p >= 1 or sum(above) / total < p
+        kept.append((not k or len(above) < k) and in_nucleus and mine >= floor)
+    return kept
 
 
 def case_row_dots(fn: Callable, m) -> None:
@@ -62,7 +146,9 @@ def case_best_candidates(fn: Callable, m) -> None:
     ids = torch.arange(36, device=scores.device).view(3, 12)
     got = fn(scores, ids, share, 4)
     assert torch.all(got[1][:2] == -torch.inf) and torch.isfinite(got[1][2]).all()
-    assert got[0][:2].tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    order = scores[:2].nan_to_num(nan=-torch.inf).sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(got[0][:2], ids[:2].gather(1, order[:, :4]))
+    best_by_noise(fn, m)
 
 
 def drawn(m, kind: str, batch: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -199,9 +199,9 @@ def test_the_window_counts_by_index(tmp_path):
     frontier = requests.frontier()
     scores = []
 
-    def record(out, k, topk=drafter.head.topk):
+    def record(out, k, draw, topk=drafter.head.topk):
         scores.append(out.clone())
-        return topk(out, k)
+        return topk(out, k, draw)
 
     drafter.head.topk = record
 

@@ -1,11 +1,13 @@
-"""Output heads against float64 softmax over everything, and what they do with ties and NaN."""
+"""Output heads: against float64 softmax over everything, against what a target draws, with ties and NaN."""
 
 import pytest
 import torch
 
+from tokenspeed import kernels
+from tokenspeed.kernels import Draw
 from tokenspeed.layers.embedding import Head, VocabTable
 from tokenspeed.layers.parameter import Placement
-from tokenspeed.spec.eagle4.head import CandidateHead, FullHead, largest
+from tokenspeed.spec.eagle4.head import CandidateHead, FullHead
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 V, H = 301, 24
@@ -103,17 +105,87 @@ def test_nan_and_zero_rows(make):
 
 
 def test_ties_of_the_full_head_go_to_the_lowest_ids():
-    assert FullHead(Head(table(), CPU), None).topk(torch.zeros(2, H), 9)[0].tolist() == [list(range(9))] * 2
+    assert (
+        FullHead(Head(table(1, 50), CPU), None).topk(torch.zeros(2, H), 9)[0].tolist() == [list(range(9))] * 2
+    )
 
 
-@pytest.mark.parametrize("size", [5, 64, 1000, 4097])
-@pytest.mark.parametrize("k", [1, 4, 5])
-def test_largest_is_a_stable_sort(size, k):
-    scores = torch.randint(0, 6, (7, size), generator=torch.Generator().manual_seed(size)).float()
-    scores[1], scores[2, 0] = -torch.inf, torch.inf
-    assert torch.equal(largest(scores, k), scores.sort(dim=1, descending=True, stable=True).indices[:, :k])
-    scores[3, size // 2] = torch.nan
-    assert int(largest(scores, k).max()) < size
+NO_FILTER = (0, 1.0, 0.0)
+FILTERS = [NO_FILTER, (5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.02)]  # top_k, top_p, min_p
+
+
+def draw_of(filters: list[tuple[int, float, float]], depth: int) -> Draw:
+    """90 requests, each in a slot of its own, with a seed of its own, at temperature 0, 0.3 or 1."""
+    g = torch.Generator().manual_seed(depth)
+    top_k, top_p, min_p = zip(*(filters * 90)[:90], strict=True)
+    return Draw(
+        torch.tensor([0.0, 0.3, 1.0]).repeat_interleave(30),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p),
+        torch.tensor(min_p),
+        torch.randint(-(2**62), 2**62, (90,), generator=g),
+        slots=torch.randperm(90, generator=g),
+        positions=torch.randint(0, 3000, (90,), generator=g),
+        depth=depth,
+    )
+
+
+def share_drawn(head: FullHead | CandidateHead, size: int, filters: list, depth: int, each: int) -> float:
+    """In how many rows the draft says what a target with the same scores draws; `each` rows a request.
+
+    Args:
+        head: of the first `size` rows of table().
+    """
+    draw = draw_of(filters, depth)
+    out = torch.randn(90 * each, H, generator=torch.Generator().manual_seed(each)) / 3
+    scores = out @ table().weight[:size].t()
+    if head.token_ids is not None:  # what the draft does not know, the target never says
+        every = torch.full((len(out), int(head.token_ids.max()) + 1), -torch.inf)
+        scores = every.index_copy(1, head.token_ids, scores)
+    positions = (draw.positions + depth).repeat_interleave(each)
+    settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds)
+    drawn = kernels.sample(scores, *settings, positions, draw.slots)
+    ids, logprobs = head.topk(out, 1, draw)
+    assert (logprobs <= 0).all() and torch.isfinite(logprobs).all()
+    best, _ = head.topk(out, 1)
+    greedy = (draw.temperature[draw.slots] == 0).repeat_interleave(each)
+    assert torch.equal(ids[greedy], best[greedy])
+    assert (best[~greedy, 0] == drawn[~greedy]).float().mean() < 0.8  # noise must choose, or it shows nothing
+    return float((ids[:, 0] == drawn).float().mean())
+
+
+def full_head(size: int, token_ids: torch.Tensor | None) -> FullHead:
+    part = VocabTable(size, H, CPU)
+    part.weight.copy_(table().weight[:size])
+    return FullHead(Head(part, CPU), token_ids)
+
+
+def vocabularies(size: int) -> list[torch.Tensor | None]:
+    """Draft ids are the target's, or are mapped to some of them."""
+    return [None, torch.arange(size) * 3 + 2]
+
+
+ROWS = pytest.mark.parametrize("depth, each", [(1, 1), (3, 4)])
+
+
+@ROWS
+@pytest.mark.parametrize("size", [60, V])  # all are candidates, a part
+def test_the_best_token_is_what_the_target_draws(size, depth, each):
+    for token_ids in vocabularies(size):
+        assert share_drawn(full_head(size, token_ids), size, [NO_FILTER], depth, each) == 1.0
+
+
+@ROWS
+def test_so_it_is_by_the_low_rank_scores(depth, each):
+    for token_ids in vocabularies(V):
+        assert share_drawn(candidate_head(H, 16, token_ids=token_ids), V, [NO_FILTER], depth, each) == 1.0
+
+
+@ROWS
+def test_filters_hide_what_the_target_does_not_draw(depth, each):
+    """Nearly always: a dropped candidate loses 10, and the noise of a hot row may exceed that."""
+    for token_ids in vocabularies(60):
+        assert share_drawn(full_head(60, token_ids), 60, FILTERS, depth, each) > 0.99
 
 
 def test_holds_best_by_its_definition():

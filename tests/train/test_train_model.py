@@ -26,7 +26,7 @@ def engine_outputs(drafter, tokens, aux, start: int, steps: int):
     """What the head is given at each step of a chain, and the chain, drafted after token start + 1."""
     table = append_text(drafter, tokens[: start + 2], aux[: start + 2], PAGE)
     seen, topk = [], type(drafter.head).topk
-    drafter.head.topk = lambda out, k: seen.append(out.clone()) or topk(drafter.head, out, k)
+    drafter.head.topk = lambda out, k, draw: seen.append(out.clone()) or topk(drafter.head, out, k, draw)
     frontier = Frontier(
         tokens[start + 1 : start + 2], aux[start : start + 1], torch.tensor([start + 1]), table, None
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenspeed.cli.args import Parser, add_config, make_config, positive, positives, require_torch
 from tokenspeed.config import Config, Shape
 from tokenspeed.errors import ConfigError
+from tokenspeed.params import SamplingParams
 from tokenspeed.progress import Bars
 from tokenspeed.spec.calibration import Calibration, check_place, save
 from tokenspeed.spec.choose import acceptance, choose, expected_speed
@@ -65,7 +66,8 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     resolved = resolve(config, bars.update)
     on_cpu = default_shapes(config.device) == CPU_SHAPES
     num_prompts = args.num_prompts or (4 if on_cpu else 24)
-    records, info = decode(config, first, load_prompts(args.prompts, num_prompts), args)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed or 0)
+    records, info = decode(config, first, load_prompts(args.prompts, num_prompts), params, args.concurrency)
     longest = max(len(record.prompt_ids) + len(record.token_ids) for record in records)
     pool = pool_tokens(longest, config.page_size) if on_cpu else max(CONTEXT_TOKENS, longest)
     bare = dataclasses.replace(
@@ -87,7 +89,7 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     for done, shape in enumerate(shapes):
         bars.update("counting acceptance", done, len(shapes))
         for record in records:
-            rounds = replay(engine, record.prompt_ids, record.token_ids, shape)
+            rounds = replay(engine, record.prompt_ids, record.token_ids, shape, params)
             accepted[shape] += [count for _, count in rounds]
     bars.update("counting acceptance", len(shapes), len(shapes))
     bars.close()

@@ -15,6 +15,7 @@ from tokenspeed.bench.workload import FORMS, Prompt, load_prompts
 from tokenspeed.cli.args import Parser, add_config, make_config, overrides, positive, public, require_torch
 from tokenspeed.config import Config, Shape, check_option
 from tokenspeed.errors import ConfigError
+from tokenspeed.params import SamplingParams
 from tokenspeed.progress import Bars
 from tokenspeed.spec.options import default_shapes, parse_shape, speculation
 
@@ -61,11 +62,12 @@ def _eval(argv: list[str]) -> int:
     check_option("temperature", args.temperature, (), (0.0, 2.0))
     prompts = load_prompts(args.prompts, args.num_prompts)
     require_torch()
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed or 0)
     decoded: dict[Shape, list[Record]] = {}
     for shape in shapes:
-        decoded[shape], info = decode(config, shape, prompts, args)
+        decoded[shape], info = decode(config, shape, prompts, params, args.concurrency)
         config = dataclasses.replace(config, dtype=info.get("dtype", config.dtype))  # "auto" may choose anew
-    offline = replay_all(config, decoded) if args.offline else {}
+    offline = replay_all(config, decoded, params) if args.offline else {}
     found = {str(shape): _account(records, offline.get(shape)) for shape, records in decoded.items()}
     for name, account in found.items():
         print(f"\nshape {name}, {args.max_tokens} tokens at temperature {args.temperature}")
@@ -80,27 +82,29 @@ def _eval(argv: list[str]) -> int:
 
 
 def decode(
-    config: Config, shape: Shape, prompts: Sequence[Prompt], args: argparse.Namespace
+    config: Config, shape: Shape, prompts: Sequence[Prompt], params: SamplingParams, concurrency: int
 ) -> tuple[list[Record], dict[str, Any]]:
     """Answers every prompt by true speculative decoding with `shape`: the accounts, and `LLM.info`."""
-    from tokenspeed import LLM, SamplingParams
+    from tokenspeed import LLM
     from tokenspeed.bench.offline import measure
 
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed)
     with LLM(**{**overrides(config), **only(shape, config)}) as llm:
         print(f"decoding with shape {shape}", file=sys.stderr)
-        _, records = measure(llm, prompts, args.concurrency, params, show=True)
+        _, records = measure(llm, prompts, concurrency, params, show=True)
         info = llm.info
     if not any(record.rounds for record in records):
         raise ConfigError("the engine made no draft rounds; the answers are too short, or --max-tokens is 1")
     return records, info
 
 
-def replay_all(config: Config, decoded: dict[Shape, list[Record]]) -> dict[Shape, list[Record]]:
+def replay_all(
+    config: Config, decoded: dict[Shape, list[Record]], params: SamplingParams
+) -> dict[Shape, list[Record]]:
     """Counts the same answers offline. Target and drafter are loaded into this process.
 
     Args:
         decoded: shape -> accounts of `decode`, whose engine has been shut down: the memory is taken again.
+        params: of `decode`.
     """
     from tokenspeed.launch import resolve
     from tokenspeed.spec.evaluate import watch_recall
@@ -119,7 +123,7 @@ def replay_all(config: Config, decoded: dict[Shape, list[Record]]) -> dict[Shape
     found: dict[Shape, list[Record]] = {shape: [] for shape in decoded}
     for shape, record in texts:
         with watch_recall(engine.drafter, shape) as recall:
-            rounds = replay(engine, record.prompt_ids, record.token_ids, shape)
+            rounds = replay(engine, record.prompt_ids, record.token_ids, shape, params)
         found[shape].append(_offline_record(record, rounds, shape, recall.by_step()))
         bars.update("counting offline", sum(map(len, found.values())), len(texts))
     bars.close()

@@ -25,6 +25,7 @@ from tokenspeed.kernels.round_ops import commit as commit
 from tokenspeed.kernels.round_ops import keep_aux as keep_aux
 from tokenspeed.kernels.round_ops import place_nodes as place_nodes
 from tokenspeed.kernels.round_ops import read_slots as read_slots
+from tokenspeed.kernels.rows import Draw as Draw
 
 _rms_norm = Op("rms_norm")
 _add_rms_norm = Op("add_rms_norm")
@@ -181,17 +182,22 @@ def draft_input(
     )
 
 
-def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_candidates(
+    scores: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of each row, and the share of the row's mass that they hold.
 
     Args:
         scores: [R, V], count <= V.
+        draw: of B requests, R / B rows each, side by side. A row that will be drawn at a temperature goes by
+            score / temperature + the noise of `sample` in place of its scores.
+        token_ids: int64 [V] what `sample` calls the tokens; None: 0..V-1.
 
     Returns:
         places int64 [R, count], ascending; of scores equal to the least one any may be left out.
         share: float32 [R], logsumexp of these less logsumexp of all; NaN for a row with a NaN.
     """
-    return _top_candidates[scores.device.type](scores, count)
+    return _top_candidates[scores.device.type](scores, count, draw, token_ids)
 
 
 def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
@@ -199,14 +205,19 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     return _row_dots[x.device.type](x, table, indices)
 
 
-def best_candidates(scores: Tensor, ids: Tensor, share: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best_candidates(
+    scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
+) -> tuple[Tensor, Tensor]:
     """The k best of each row's candidates: ids int64 [R, k] and log-probabilities float32 [R, k], best first.
 
     Args:
         scores: float32 [R, C] logits, C >= k. ids: int64 [R, C] what the candidates are.
-        share: float32 [R], added to log_softmax(scores). A NaN there or in a row gives that row -inf throughout.
+        share: float32 [R], added to log_softmax(scores). A NaN there or in a row gives that row -inf throughout,
+            still in the order of the scores.
+        draw: as for `top_candidates`. Candidates that the request's top-k, top-p or min-p would drop, were there no
+            others, lose 10.
     """
-    return _best_candidates[scores.device.type](scores, ids, share, k)
+    return _best_candidates[scores.device.type](scores, ids, share, k, draw)
 
 
 def grow_tree(

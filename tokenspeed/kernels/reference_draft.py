@@ -7,8 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenspeed.kernels.philox import gumbel, token_words
 from tokenspeed.kernels.reference import rms_norm
+from tokenspeed.kernels.reference_sample import GREEDY_BELOW, vocab_noise
+from tokenspeed.kernels.rows import Draw
 
+FILTERED = 10.0  # taken off the score of a candidate that the request's filters would drop, as far as a draft can tell
 DOUBLINGS = 5  # of a step upwards: a tree has at most 16 levels below its root
 
 
@@ -42,8 +46,16 @@ def draft_input(
     return x, hidden if normed else state
 
 
-def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_candidates(
+    scores: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     scores = scores.float()
+    rows, heat, _, seeds, positions = _drawn_rows(draw, scores)
+    if len(rows):
+        size = scores.shape[1] if token_ids is None else int(token_ids.max()) + 1
+        noise = vocab_noise(seeds, positions, size)
+        noise = noise if token_ids is None else noise[:, token_ids]
+        scores = scores.index_copy(0, rows, scores[rows] + heat[:, None] * noise)
     # At the edge of the candidates ties go as torch.topk has it.
     candidates = scores.topk(count, sorted=False).indices.sort(1).values
     return candidates, scores.gather(1, candidates).logsumexp(1) - scores.logsumexp(1)
@@ -56,10 +68,39 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     return torch.bmm(rows.float(), x.float()[:, :, None]).squeeze(2)
 
 
-def best_candidates(scores: Tensor, ids: Tensor, share: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best_candidates(
+    scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
+) -> tuple[Tensor, Tensor]:
+    rows, heat, slots, seeds, positions = _drawn_rows(draw, scores)
+    if len(rows):
+        warm, heat = scores[rows], heat[:, None]
+        dropped = _dropped(warm / heat, *(x[slots, None] for x in (draw.top_k, draw.top_p, draw.min_p)))
+        noise = gumbel(token_words(seeds, positions, ids[rows]))
+        scores = scores.index_copy(0, rows, warm + heat * noise - FILTERED * dropped)
     logprobs = _clean(scores.log_softmax(1) + share[:, None])
-    logprobs, picked = (x[:, :k] for x in logprobs.sort(dim=1, descending=True, stable=True))
-    return ids.gather(1, picked), logprobs
+    ranked = torch.nan_to_num(scores, nan=-torch.inf).sort(dim=1, descending=True, stable=True)
+    picked = ranked.indices[:, :k]
+    return ids.gather(1, picked), logprobs.gather(1, picked)
+
+
+def _drawn_rows(draw: Draw | None, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Which rows will be drawn with noise: their numbers, temperatures, slots, seeds, and the tokens' positions."""
+    if draw is None:
+        return (scores.new_empty(0, dtype=torch.int64),) * 5
+    group = len(scores) // max(len(draw.slots), 1)
+    slots, positions = (x.repeat_interleave(group) for x in (draw.slots, draw.positions + draw.depth))
+    rows = (draw.temperature[slots] >= GREEDY_BELOW).nonzero()[:, 0]
+    slots = slots[rows]
+    return rows, draw.temperature[slots], slots, draw.seeds[slots], positions[rows]
+
+
+def _dropped(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """bool [R, C]: what top-k, top-p and min-p drop if there is nothing but the candidates."""
+    above = scores[:, None, :] > scores[:, :, None]  # [r, i, j]: j is better than i
+    probs = scores.softmax(1)
+    rank, mass = above.sum(2), (above * probs[:, None, :]).sum(2)
+    floor = scores.amax(1, keepdim=True) + min_p.log()
+    return ((top_k > 0) & (rank >= top_k)) | ((top_p < 1) & (mass >= top_p)) | (scores < floor)
 
 
 def grow_tree(

@@ -61,7 +61,7 @@ def _draw(
     open_rows = ((last >= cut) & (last + _MAX_NOISE >= best)).nonzero()[:, 0]
     if len(open_rows):
         kept = scaled if len(open_rows) == len(scaled) else scaled[open_rows]
-        noise = _shared_noise(seeds[open_rows], positions[open_rows], scaled.shape[1])
+        noise = vocab_noise(seeds[open_rows], positions[open_rows], scaled.shape[1])
         scores = (kept + noise).masked_fill_(kept < cut[open_rows, None], -torch.inf)
         tokens[open_rows] = _argmax(scores)
     return tokens
@@ -126,7 +126,7 @@ def _pick(values: Tensor, ids: Tensor, cut: Tensor, noise: Tensor) -> tuple[Tens
     return winners.min(-1).values, best[:, 0]
 
 
-def _shared_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def vocab_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Noise [R, vocab]; rows of one seed and position, as the siblings of a tree have, draw it once."""
     pairs, inverse = torch.stack((seeds, positions), 1).unique(dim=0, return_inverse=True)
     # A row at a time: its counters fit into a CPU's cache.

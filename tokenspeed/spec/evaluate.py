@@ -9,13 +9,14 @@ one for one.
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenspeed.config import Shape
+from tokenspeed.kernels import Draw
 from tokenspeed.spec.base import Drafter, DraftTree, Frontier
 from tokenspeed.spec.eagle4.drafter import EagleDrafter
 from tokenspeed.spec.eagle4.head import CandidateHead
@@ -48,12 +49,12 @@ class _WatchedHead:
     def num_tokens(self) -> int:
         return self._head.num_tokens
 
-    def topk(self, out: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, out: Tensor, k: int, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         step = next(self._calls)  # one call a step: of the roots, then of K lanes a root, the best one first
         best = out if step == 0 else out[::k]
         self._recall.rows[step] += len(best)
         self._recall.found[step] += int(self._head.holds_best(best).sum())
-        return self._head.topk(out, k)
+        return self._head.topk(out, k, draw)
 
 
 @contextmanager
@@ -101,6 +102,7 @@ def accepted_everywhere(
     shape: Shape,
     page_size: int,
     batch: int = 32,
+    draw: Draw | None = None,
 ) -> Tensor:
     """How many drafted tokens a round would accept, for a round that starts at every position of an answer.
 
@@ -109,6 +111,7 @@ def accepted_everywhere(
         tokens: int64 [n], a prompt and its answer as the target gave it (greedy or sampled).
         aux: [n, A] the target's states over `tokens`, in the drafter's dtype.
         prompt_len: tokens of the prompt, at least 1. batch: positions drafted together.
+        draw: how the answer was sampled, of one request; its positions are not read. None: greedily.
 
     Returns:
         int64 [n - prompt_len], at j for the round whose root is token prompt_len + j; what follows the end
@@ -123,6 +126,7 @@ def accepted_everywhere(
             last_indices=starts,
             block_table=table.repeat(len(starts), 1),
             max_len=int(starts[-1]) + 1,
+            draw=draw and replace(draw, slots=draw.slots.expand(len(starts)), positions=starts),
         )
         tree = drafter.propose(frontier, shape)
         found.append(accept(tree, _truth(tree, tokens, starts), shape.steps).count - 1)
@@ -159,7 +163,8 @@ def offline_rounds(
     shape: Shape,
     page_size: int,
     batch: int = 32,
+    draw: Draw | None = None,
 ) -> tuple[Round, ...]:
     """`accepted_everywhere` and `simulate` for one text; arguments as there."""
-    accepted = accepted_everywhere(drafter, tokens, aux, prompt_len, shape, page_size, batch)
+    accepted = accepted_everywhere(drafter, tokens, aux, prompt_len, shape, page_size, batch, draw)
     return simulate(accepted, prompt_len)

@@ -102,7 +102,8 @@ class Engine:
         if shape is None or self.drafter is None:
             tree = self._root(last_tokens)
         else:
-            tree = self.drafter.propose(Frontier(last_tokens, aux, last_index, table, max_len), shape)
+            draw = self.sampling.draw(slots, last_index)
+            tree = self.drafter.propose(Frontier(last_tokens, aux, last_index, table, max_len, draw), shape)
         asked = self.matchers.ask(host_slots, tree.tokens, tree.parents)
         batch, num_nodes = tree.tokens.shape
         positions, next_positions, kv_slots = kernels.place_nodes(last_index, tree.depths, table, size)

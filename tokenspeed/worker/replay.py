@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenspeed.attention.base import PrefillRows
 from tokenspeed.config import Shape
+from tokenspeed.params import SamplingParams
 from tokenspeed.spec.evaluate import Round, offline_rounds
 from tokenspeed.worker.engine import Engine
 
@@ -25,7 +26,11 @@ def pool_tokens(longest: int, page_size: int) -> int:
 
 @torch.inference_mode()
 def replay(
-    engine: Engine, prompt_ids: Sequence[int], token_ids: Sequence[int], shape: Shape
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    shape: Shape,
+    params: SamplingParams | None = None,
 ) -> tuple[Round, ...]:
     """The rounds in which decoding with `shape` would give the answer `token_ids` to a prompt.
 
@@ -34,10 +39,16 @@ def replay(
 
     Args:
         engine: with a drafter, and a KV pool of `pool_tokens` of the whole text.
+        params: with which the answer was sampled, seed and all; None: greedily.
     """
     tokens = torch.tensor([*prompt_ids, *token_ids], device=engine.state.device)
     page_size = engine.pool.page_size
-    return offline_rounds(engine.drafter, tokens, read(engine, tokens), len(prompt_ids), shape, page_size)
+    draw = None
+    if params is not None:
+        engine.sampling.set([0], [params])
+        draw = engine.sampling.draw(tokens.new_zeros(1), tokens.new_zeros(1))
+    aux = read(engine, tokens)
+    return offline_rounds(engine.drafter, tokens, aux, len(prompt_ids), shape, page_size, draw=draw)
 
 
 @torch.inference_mode()

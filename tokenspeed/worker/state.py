@@ -6,6 +6,7 @@ The last row is the dummy slot of padding rows. Its block table holds only the d
 import torch
 from torch import Tensor
 
+from tokenspeed.kernels import Draw
 from tokenspeed.kernels.reference_round import page_slots
 from tokenspeed.params import SamplingParams
 from tokenspeed.worker.transfer import to_device
@@ -97,3 +98,9 @@ class SamplingState:
         write(self.top_p, [p.top_p for p in params])
         write(self.min_p, [p.min_p for p in params])
         write(self.seeds, [p.seed for p in params])
+
+    def draw(self, slots: Tensor, positions: Tensor) -> Draw:
+        """How the requests in `slots` sample behind `positions`, int64 [B] both."""
+        return Draw(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, slots=slots, positions=positions
+        )

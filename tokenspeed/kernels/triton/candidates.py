@@ -2,7 +2,8 @@
 
 The c best values of a row lie in the c blocks with the largest maxima. So one pass takes maxima, and a program a row
 then looks at c blocks only. Both choices are by bisection of a threshold over the bits of the values, which needs
-counts and no sorting.
+counts and no sorting. A row that will be drawn at a temperature goes by its scores and the noise of its tokens; the
+second pass makes that of its blocks once more.
 """
 
 import torch
@@ -10,9 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOW = tl.constexpr(-1e30)  # stands for -inf among what can still be picked; -inf is what was picked
+from tokenspeed.kernels.rows import Draw
+from tokenspeed.kernels.triton.noise import run_noise, token_noise
+
+_LOW = tl.constexpr(-1e30)  # stands for -inf and NaN among what can still be picked; -inf is what was picked
 _SCAN = 2048  # values a program of the first pass reads
 _BLOCK_C, _BLOCK_H = 2, 2048  # candidates a program of row_dots, columns at a time
+_COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
+_FILTERED = tl.constexpr(10.0)  # taken off a candidate that the request's filters would drop
 
 
 @triton.jit
@@ -52,9 +58,25 @@ def _chosen(keys, threshold, count):
     return above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def candidate_scan_kernel(
-    x, maxima, partial, size, stride, num_blocks, BLOCK: tl.constexpr, COUNT: tl.constexpr
+    x,
+    maxima,
+    partial,
+    temperature,
+    seeds,
+    slots,
+    positions,
+    token_ids,
+    depth,
+    group,
+    size,
+    stride,
+    num_blocks,
+    DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """Maxima of COUNT blocks of one row, and the programs' own (maximum, sum of exponentials)."""
     row = tl.program_id(0).to(tl.int64)
@@ -62,6 +84,16 @@ def candidate_scan_kernel(
     blocks = first + tl.arange(0, COUNT)
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     values = tl.load(x + row * stride + at, at < size, float("-inf")).to(tl.float32)
+    if DRAWN:
+        slot = tl.load(slots + row // group)
+        heat = tl.load(temperature + slot)
+        if heat >= _COLDEST:
+            seed, position = tl.load(seeds + slot), tl.load(positions + row // group) + depth
+            if MAPPED:
+                noise = token_noise(tl.load(token_ids + at, at < size, 0), seed, position)
+            else:
+                noise = tl.reshape(run_noise(first * BLOCK, seed, position, COUNT * BLOCK), (COUNT, BLOCK))
+            values += heat * noise
     best = tl.max(tl.where(values == values, values, float("-inf")), 1)
     tl.store(maxima + row * num_blocks + blocks, best, blocks < num_blocks)
     peak = tl.max(best, 0)
@@ -72,7 +104,7 @@ def candidate_scan_kernel(
     tl.store(out + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def candidate_select_kernel(
     x,
     maxima,
@@ -80,11 +112,20 @@ def candidate_select_kernel(
     chosen,
     candidates,
     share,
+    temperature,
+    seeds,
+    slots,
+    positions,
+    token_ids,
+    depth,
+    group,
     size,
     stride,
     num_blocks,
     num_partial,
     count,
+    DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -108,8 +149,18 @@ def candidate_select_kernel(
     place = block * BLOCK + at % BLOCK
     real = (at // BLOCK < count) & (place < size)
     values = tl.load(x + row * stride + place, real, float("-inf")).to(tl.float32)
-    keys = tl.where(real, _keys(values, SHORT), lowest)
     # Each of the chosen blocks has a value as large as `least`, so there are enough of those.
+    if DRAWN:
+        slot = tl.load(slots + row // group)
+        heat = tl.load(temperature + slot)
+        if heat >= _COLDEST:
+            seed, position = tl.load(seeds + slot), tl.load(positions + row // group) + depth
+            token = tl.load(token_ids + place, real, 0) if MAPPED else place
+            values += heat * token_noise(token, seed, position)
+            least = tl.min(
+                tl.where(real, _keys(values, SHORT), -lowest), 0
+            )  # a sum may be rounded otherwise here
+    keys = tl.where(real, _keys(values, SHORT), lowest)
     keep = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
     tl.store(candidates + row * count + tl.cumsum(keep.to(tl.int32), 0) - 1, place.to(tl.int64), keep)
 
@@ -142,15 +193,25 @@ def row_dots_kernel(
     tl.store(out + row * count + mine, total, mine < count)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "depth"])
 def best_candidates_kernel(
     scores,
     ids,
     share,
     best_ids,
     logprobs,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    slots,
+    positions,
+    depth,
+    group,
     count,
     k,
+    DRAWN: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -158,24 +219,48 @@ def best_candidates_kernel(
     row = tl.program_id(0).to(tl.int64)
     column, child = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
     x = tl.load(scores + row * count + column, column < count, float("-inf"))
-    peak = tl.max(tl.where(x == x, x, float("-inf")), 0)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
-    x += tl.load(share + row) - peak - tl.log(tl.sum(tl.exp(x - peak), 0))  # a NaN reaches all
-    x = tl.where(x == x, tl.minimum(tl.maximum(x, _LOW), 0.0), _LOW)
-    x = tl.where(column < count, x, float("-inf"))
+    if DRAWN:
+        slot = tl.load(slots + row // group)
+        heat = tl.load(temperature + slot)
+        if heat >= _COLDEST:
+            # What the filters drop if there are no tokens but these.
+            cool = x / heat
+            peak = tl.max(cool, 0)
+            mass = tl.exp(cool - peak)
+            above = cool[None, :] > cool[:, None]  # [i, j]: j is better than i
+            nucleus, most = tl.load(top_p + slot), tl.load(top_k + slot)
+            dropped = (most > 0) & (tl.sum(above.to(tl.int32), 1) >= most)
+            before = tl.sum(tl.where(above, mass[None, :], 0.0), 1)
+            limit = tl.where(nucleus < 1.0, nucleus * tl.sum(mass, 0), float("inf"))
+            dropped = dropped | (before >= limit)
+            dropped = dropped | (cool < peak + tl.log(tl.load(min_p + slot)))
+            token = tl.load(ids + row * count + column, column < count, 0)
+            position = tl.load(positions + row // group) + depth
+            x += heat * token_noise(token, tl.load(seeds + slot), position) - tl.where(
+                dropped, _FILTERED, 0.0
+            )
+    keys = tl.where(x == x, tl.maximum(x, _LOW), _LOW)
+    peak = tl.max(keys, 0)
+    norm = tl.load(share + row) - peak - tl.log(tl.sum(tl.exp(x - peak), 0))  # a NaN reaches it
+    keys = tl.where(column < count, keys, float("-inf"))
     best = tl.zeros((BLOCK_K,), tl.float32)
     at = tl.zeros((BLOCK_K,), tl.int32)
     for i in range(k):
-        top = tl.max(x, 0)
-        where = tl.min(tl.where(x == top, column, BLOCK_C), 0)
+        top = tl.max(keys, 0)
+        where = tl.min(tl.where(keys == top, column, BLOCK_C), 0)
         best = tl.where(child == i, top, best)
         at = tl.where(child == i, where, at)
-        x = tl.where(column == where, float("-inf"), x)
+        keys = tl.where(column == where, float("-inf"), keys)
+    value = best + norm
+    value = tl.where(value == value, tl.minimum(value, 0.0), float("-inf"))
+    best = tl.where(best > _LOW, value, float("-inf"))
     tl.store(best_ids + row * k + child, tl.load(ids + row * count + at, child < k, 0), child < k)
-    tl.store(logprobs + row * k + child, tl.where(best <= _LOW, float("-inf"), best), child < k)
+    tl.store(logprobs + row * k + child, best, child < k)
 
 
-def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_candidates(
+    scores: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `tokenspeed.kernels.top_candidates`."""
     rows, size = scores.shape
     block = 64
@@ -190,8 +275,32 @@ def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     candidates = scores.new_empty((rows, count), dtype=torch.int64)
     share = scores.new_empty((rows,), dtype=torch.float32)
     stride = scores.stride(0)
+    ids = candidates if token_ids is None else token_ids
+    if draw is None:
+        noise = (maxima, candidates, candidates, candidates, ids, 0, 1)  # not read
+    else:
+        noise = (
+            draw.temperature,
+            draw.seeds,
+            draw.slots,
+            draw.positions,
+            ids,
+            draw.depth,
+            rows // len(draw.slots),
+        )
+    flags = {"DRAWN": draw is not None, "MAPPED": token_ids is not None}
     candidate_scan_kernel[(rows, num_partial)](
-        scores, maxima, partial, size, stride, num_blocks, BLOCK=block, COUNT=per_program, num_warps=4
+        scores,
+        maxima,
+        partial,
+        *noise,
+        size,
+        stride,
+        num_blocks,
+        **flags,
+        BLOCK=block,
+        COUNT=per_program,
+        num_warps=4,
     )
     candidate_select_kernel[(rows,)](
         scores,
@@ -200,11 +309,13 @@ def top_candidates(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         chosen,
         candidates,
         share,
+        *noise,
         size,
         stride,
         num_blocks,
         num_partial,
         count,
+        **flags,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         KEPT=kept,
@@ -234,19 +345,28 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     return out
 
 
-def best_candidates(scores: Tensor, ids: Tensor, share: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def best_candidates(
+    scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
+) -> tuple[Tensor, Tensor]:
     """See `tokenspeed.kernels.best_candidates`."""
     rows, count = scores.shape
     best = torch.empty((rows, k), dtype=torch.int64, device=scores.device)
     logprobs = torch.empty((rows, k), dtype=torch.float32, device=scores.device)
+    if draw is None:
+        noise = (share, ids, share, share, ids, ids, ids, 0, 1)  # not read
+    else:
+        settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds)
+        noise = (*settings, draw.slots, draw.positions, draw.depth, rows // len(draw.slots))
     best_candidates_kernel[(rows,)](
         scores,
         ids,
         share,
         best,
         logprobs,
+        *noise,
         count,
         k,
+        DRAWN=draw is not None,
         BLOCK_C=triton.next_power_of_2(count),
         BLOCK_K=triton.next_power_of_2(max(k, 16)),
         num_warps=2,

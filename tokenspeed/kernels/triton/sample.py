@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenspeed.kernels.triton.noise import gumbel_of, philox_words
+
 _BLOCK = 4096
 
 
@@ -70,25 +72,6 @@ def _search(row, vocab, factor, peak, low, wanted, MASS: tl.constexpr, BLOCK: tl
         high = tl.where(fits_c, high, tl.where(fits_b, c, tl.where(fits_a, b, a)))
         low = new_low
     return low.to(tl.int32)
-
-
-@triton.jit
-def gumbel_of(word):
-    """Gumbel noise of a 32-bit word, as tokenspeed.kernels.philox.gumbel gives it."""
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # log1p(-u): near 0 its series, since 1 - u loses u's digits.
-    series = u * (1.0 + u * (0.5 + u * (0.33333333333 + u * (0.25 + u * 0.2))))
-    return -tl.log(tl.where(u < 0.015625, series, -tl.log(1.0 - u)))
-
-
-@triton.jit
-def philox_words(token_blocks, seed, position):
-    """Four words of each block of four tokens: Philox-4x32-10, key = seed, counter = (block, position, 0)."""
-    low = token_blocks.to(tl.uint32)
-    zero = low * 0
-    position_low = (position & 0xFFFFFFFF).to(tl.uint32) + zero
-    position_high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + zero
-    return tl.philox(seed, low, position_low, position_high, zero)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The drafter of every EAGLE method: appends K/V rows of committed tokens, and drafts a tree each round."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -69,7 +70,7 @@ class EagleDrafter:
         rows = self._rows(frontier, root, at_root, prefix_lens, root)  # without a tail a mask says nothing
         attn = self._attend(rows, None, 0)
         out, state = self.model.layer(frontier.last_tokens, self.model.features(frontier.aux), attn)
-        lanes = growth.grow(*self._children(out, batch, k))
+        lanes = growth.grow(*self._children(out, k, frontier, 1))
 
         buffer = self._side_buffer(batch, shape, out)
         for step in range(1, shape.steps):
@@ -78,12 +79,14 @@ class EagleDrafter:
             rows = self._rows(frontier, indices[i], positions[i], prefix_lens, mask, places[i])
             attn = self._attend(rows, buffer, i * k)
             out, state = self.model.layer(lanes.tokens.flatten(), state, attn, lanes.parents)
-            lanes = growth.grow(*self._children(out, batch, k))
+            lanes = growth.grow(*self._children(out, k, frontier, step + 1))
         tokens, scores, parents = growth.finish()
         return build_tree(frontier.last_tokens, tokens, scores, parents, shape.nodes)
 
-    def _children(self, out: Tensor, batch: int, k: int) -> tuple[Tensor, Tensor]:
-        tokens, logprobs = self.head.topk(out, k)
+    def _children(self, out: Tensor, k: int, frontier: Frontier, depth: int) -> tuple[Tensor, Tensor]:
+        """The k best children of each row, which stand at `depth` in the tree: [B, R, k] tokens, log-probabilities."""
+        draw, batch = frontier.draw, len(frontier.last_tokens)
+        tokens, logprobs = self.head.topk(out, k, None if draw is None else replace(draw, depth=depth))
         return tokens.view(batch, -1, k), logprobs.view(batch, -1, k)
 
     def _rows(

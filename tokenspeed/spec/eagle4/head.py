@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from tokenspeed import kernels
+from tokenspeed.kernels import Draw
 from tokenspeed.layers.embedding import Head, VocabTable
 from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.parameter import Params, Placement
+
+_NUM_CANDIDATES = 64  # of a full head: so many scores are ranked once more, exactly
 
 
 class FullHead:
@@ -27,15 +30,21 @@ class FullHead:
         """The most that topk can give."""
         return self._head.table.vocab_size
 
-    def topk(self, out: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, out: Tensor, k: int, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """out [R, H] -> target ids int64 [R, k] and log-probabilities float32 [R, k], best first.
 
-        Equal scores go by lower draft id. A row with a NaN gets -inf throughout; ids are in range always.
+        Equal scores go by lower draft id, where no more than 64 are the best. A row with a NaN gets -inf
+        throughout; ids are in range always.
+
+        Args:
+            draw: of the children's tokens. For a row that will be drawn at a temperature, the best are those that the
+                noise would choose if the target thought as the draft does.
         """
         logits = self._head.apply(out)
-        ids = largest(logits, k)
-        logprobs = logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
-        return _target_ids(ids, self.token_ids), _nan_last(logprobs)
+        count = min(max(k, _NUM_CANDIDATES), logits.shape[1])
+        candidates, share = kernels.top_candidates(logits, count, draw, self.token_ids)
+        ids = _target_ids(candidates, self.token_ids)
+        return kernels.best_candidates(logits.gather(1, candidates), ids, share, k, draw)
 
 
 class CandidateHead:
@@ -63,17 +72,16 @@ class CandidateHead:
     def params(self) -> Params:
         return self._down.params("") | self._up.params("")
 
-    def topk(self, out: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, out: Tensor, k: int, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """As FullHead.topk, k <= c.
 
         Log-probabilities are those among the candidates, times the share of all mass that the low-rank
         scores give the candidates. Only that ratio of theirs counts: training by KL leaves them a free
             constant.
         """
-        candidates, share = self._candidates(out)
+        candidates, share = self._candidates(out, draw)
         logits = kernels.row_dots(out, self.table.weight, candidates)
-        ids, logprobs = kernels.best_candidates(logits, candidates, share, k)
-        return _target_ids(ids, self.token_ids), logprobs
+        return kernels.best_candidates(logits, _target_ids(candidates, self.token_ids), share, k, draw)
 
     def holds_best(self, out: Tensor) -> Tensor:
         """out [R, H] -> bool [R], whether the token that a full head would rank first is a candidate.
@@ -84,40 +92,10 @@ class CandidateHead:
         candidates, _ = self._candidates(out)
         return exact.gather(1, candidates).amax(1) == exact.amax(1)
 
-    def _candidates(self, out: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates(self, out: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """The c best of each row by the low-rank scores, int64 [R, c], and their share of all mass, float32 [R]."""
-        return kernels.top_candidates(self._up.apply(self._down.apply(out)), self.num_candidates)
-
-
-def largest(scores: Tensor, k: int) -> Tensor:
-    """Indices of the k largest scores of each row, best first, equal ones by lower index: int64 [R, k].
-
-    torch.topk leaves ties open. Here blocks of a row are ranked by their maxima first: each of the k best
-    lies in one of the k best blocks. A block that holds a NaN ranks last.
-
-    Args:
-        scores: float32 [R, V], V >= k.
-    """
-    rows, size = scores.shape
-    block = 1 << max(1, round((size / k) ** 0.5).bit_length() - 1)
-    num_blocks = size // block
-    if num_blocks <= k:
-        return (
-            torch.nan_to_num(scores, nan=-torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :k]
-        )
-    blocks = scores[:, : num_blocks * block].unflatten(1, (num_blocks, block))
-    best = (
-        torch.nan_to_num(blocks.amax(2), nan=-torch.inf)
-        .sort(dim=1, descending=True, stable=True)
-        .indices[:, :k]
-    )
-    best = best.sort(1).values  # by index again, for the next stable sort
-    inside = torch.arange(block, device=scores.device)
-    places = (best[:, :, None] * block + inside).view(rows, k * block)
-    rest = torch.arange(num_blocks * block, size, device=scores.device).expand(rows, -1)
-    places = torch.cat([places, rest], 1)
-    found = torch.nan_to_num(scores.gather(1, places), nan=-torch.inf)
-    return places.gather(1, found.sort(dim=1, descending=True, stable=True).indices[:, :k])
+        scores = self._up.apply(self._down.apply(out))
+        return kernels.top_candidates(scores, self.num_candidates, draw, self.token_ids)
 
 
 def _dot_all(out: Tensor, table: Tensor) -> Tensor:
@@ -129,7 +107,3 @@ def _dot_all(out: Tensor, table: Tensor) -> Tensor:
 
 def _target_ids(ids: Tensor, token_ids: Tensor | None) -> Tensor:
     return ids if token_ids is None else token_ids[ids]
-
-
-def _nan_last(logprobs: Tensor) -> Tensor:
-    return torch.nan_to_num(logprobs, nan=-torch.inf, neginf=-torch.inf, posinf=0.0)
