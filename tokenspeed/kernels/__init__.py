@@ -190,7 +190,7 @@ def top_candidates(
     Args:
         scores: [R, V], count <= V.
         draw: of B requests, R / B rows each, side by side. A row that will be drawn at a temperature goes by
-            score / temperature + the noise of `sample` in place of its scores.
+            score + temperature * the noise of `sample` in place of its scores.
         token_ids: int64 [V] what `sample` calls the tokens; None: 0..V-1.
 
     Returns:
