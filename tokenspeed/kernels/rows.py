@@ -19,8 +19,9 @@ class ChunkRows(Protocol):
 class Draw:
     """How the target will draw the next token of B requests: what `kernels.sample` will be given then.
 
-    A draft that ranks tokens with the same noise finds the drawn one far more often than one that guesses (a
-    coupling without communication, arXiv 2408.07978). Which token is drawn does not depend on the draft.
+    A draft that ranks tokens with the same noise finds the drawn one far more often than one that guesses (coupling
+    without communication: Daliri, Musco, Suresh 2024, arXiv 2408.07978). Which token is drawn does not depend on the
+    draft.
     """
 
     temperature: Tensor  # float32 [S]; below 1e-5 there is no noise

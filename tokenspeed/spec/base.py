@@ -29,9 +29,7 @@ class Frontier:
     last_indices: Tensor  # int64 [B] t
     block_table: Tensor  # int32 [B, P]; draft rows 1..t are in the draft layer's pages
     max_len: int | None  # host bound on t + 1 (None: the block table's width)
-    draw: Draw | None = (
-        None  # how the target samples behind x_t, with t for positions; None: it takes the best
-    )
+    draw: Draw | None = None  # how the target samples behind x_t, t for positions; None: it takes the best
 
 
 class Drafter(Protocol):
