@@ -15,7 +15,7 @@ from tokenspeed.params import SamplingParams
 from tokenspeed.worker import engine as engine_module
 
 VOCAB, LENGTH = 16, 3
-SHAPE = "3/3/8"
+SHAPE = "3/2/4"  # small, for with the noise the draft is right more often
 LEAST_P = 1e-4
 PROMPT = [5, 9, 3, 12, 9, 0, 7]
 CASES = {

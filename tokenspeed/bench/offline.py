@@ -14,7 +14,7 @@ def measure(
     llm: Any,
     prompts: Sequence[Prompt],
     concurrency: int,
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     show: bool = False,
 ) -> tuple[dict[str, Any], list[Record]]:
     """Answers `prompts` with `concurrency` in flight: when an answer ends, the next prompt follows.
@@ -22,7 +22,7 @@ def measure(
     The last requests run with fewer beside them, so give several times `concurrency` prompts.
 
     Args:
-        llm: a `tokenspeed.LLM`. params: for every prompt. show: a progress bar.
+        llm: a `tokenspeed.LLM`. params: for every prompt, or of each. show: a progress bar.
 
     Returns:
         a row of results (see `report.summarise`; without times per token), and each answer's account.

@@ -9,7 +9,6 @@ from pathlib import Path
 from tokenspeed.cli.args import Parser, add_config, make_config, positive, positives, require_torch
 from tokenspeed.config import Config, Shape
 from tokenspeed.errors import ConfigError
-from tokenspeed.params import SamplingParams
 from tokenspeed.progress import Bars
 from tokenspeed.spec.calibration import Calibration, check_place, save
 from tokenspeed.spec.choose import acceptance, choose, expected_speed
@@ -53,7 +52,7 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
         All that was found, and the key of this machine, model and draft.
     """
     from tokenspeed.bench.workload import load_prompts
-    from tokenspeed.cli.draft import decode, only
+    from tokenspeed.cli.draft import decode, only, sampling
     from tokenspeed.launch import resolve
     from tokenspeed.spec.eagle4.config import fitting_shapes, load_draft_config
     from tokenspeed.worker.calibrate import CONTEXT_TOKENS, calibrate, key_of
@@ -66,8 +65,9 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     resolved = resolve(config, bars.update)
     on_cpu = default_shapes(config.device) == CPU_SHAPES
     num_prompts = args.num_prompts or (4 if on_cpu else 24)
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed or 0)
-    records, info = decode(config, first, load_prompts(args.prompts, num_prompts), params, args.concurrency)
+    prompts = load_prompts(args.prompts, num_prompts)
+    params = sampling(config, args, len(prompts))
+    records, info = decode(config, first, prompts, params, args.concurrency)
     longest = max(len(record.prompt_ids) + len(record.token_ids) for record in records)
     pool = pool_tokens(longest, config.page_size) if on_cpu else max(CONTEXT_TOKENS, longest)
     bare = dataclasses.replace(
@@ -88,8 +88,8 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     accepted: dict[Shape, list[int]] = {shape: [] for shape in shapes}
     for done, shape in enumerate(shapes):
         bars.update("counting acceptance", done, len(shapes))
-        for record in records:
-            rounds = replay(engine, record.prompt_ids, record.token_ids, shape, params)
+        for record, sampled in zip(records, params, strict=True):
+            rounds = replay(engine, record.prompt_ids, record.token_ids, shape, sampled)
             accepted[shape] += [count for _, count in rounds]
     bars.update("counting acceptance", len(shapes), len(shapes))
     bars.close()

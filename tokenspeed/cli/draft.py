@@ -62,7 +62,7 @@ def _eval(argv: list[str]) -> int:
     check_option("temperature", args.temperature, (), (0.0, 2.0))
     prompts = load_prompts(args.prompts, args.num_prompts)
     require_torch()
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=config.seed or 0)
+    params = sampling(config, args, len(prompts))
     decoded: dict[Shape, list[Record]] = {}
     for shape in shapes:
         decoded[shape], info = decode(config, shape, prompts, params, args.concurrency)
@@ -81,8 +81,21 @@ def _eval(argv: list[str]) -> int:
     return 0 if all(_agrees(account) for account in found.values()) else 1
 
 
+def sampling(config: Config, args: argparse.Namespace, num: int) -> list[SamplingParams]:
+    """How each of `num` prompts is answered. Their seeds are known: the noise of an answer decides what is drafted."""
+    first = config.seed or 0
+    return [
+        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=first + i)
+        for i in range(num)
+    ]
+
+
 def decode(
-    config: Config, shape: Shape, prompts: Sequence[Prompt], params: SamplingParams, concurrency: int
+    config: Config,
+    shape: Shape,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    concurrency: int,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Answers every prompt by true speculative decoding with `shape`: the accounts, and `LLM.info`."""
     from tokenspeed import LLM
@@ -98,7 +111,7 @@ def decode(
 
 
 def replay_all(
-    config: Config, decoded: dict[Shape, list[Record]], params: SamplingParams
+    config: Config, decoded: dict[Shape, list[Record]], params: Sequence[SamplingParams]
 ) -> dict[Shape, list[Record]]:
     """Counts the same answers offline. Target and drafter are loaded into this process.
 
@@ -111,8 +124,10 @@ def replay_all(
     from tokenspeed.worker.replay import pool_tokens, replay
     from tokenspeed.worker.setup import build
 
-    texts = [(shape, record) for shape, records in decoded.items() for record in records]
-    longest = max(len(record.prompt_ids) + len(record.token_ids) for _, record in texts)
+    texts = [
+        (shape, *text) for shape, records in decoded.items() for text in zip(records, params, strict=True)
+    ]
+    longest = max(len(record.prompt_ids) + len(record.token_ids) for _, record, _ in texts)
     bars = Bars(sys.stderr)
     options = only(next(iter(decoded)), config)
     alone = {"max_num_seqs": 1, "enforce_eager": True}
@@ -121,9 +136,9 @@ def replay_all(
         resolve(dataclasses.replace(config, **options, **alone), bars.update), bars.update
     ).runner.engine
     found: dict[Shape, list[Record]] = {shape: [] for shape in decoded}
-    for shape, record in texts:
+    for shape, record, sampled in texts:
         with watch_recall(engine.drafter, shape) as recall:
-            rounds = replay(engine, record.prompt_ids, record.token_ids, shape, params)
+            rounds = replay(engine, record.prompt_ids, record.token_ids, shape, sampled)
         found[shape].append(_offline_record(record, rounds, shape, recall.by_step()))
         bars.update("counting offline", sum(map(len, found.values())), len(texts))
     bars.close()
