@@ -7,8 +7,7 @@ import pytest
 import torch
 from kernels.kernel_cases import CASES, Maker, chunk_rows, close, invariant_inputs, tree_inputs
 
-from tokenspeed.errors import ConfigError
-from tokenspeed.kernels import build, cuda, reference
+from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS
 from tokenspeed.kernels.triton.pdl import has_pdl
 
@@ -149,32 +148,6 @@ def test_offsets_beyond_32_bits():
     got = OPS["tree_attention"]["triton"].load()(**inputs, max_prefix=16)
     inputs |= dict(k_cache=k[-1:], v_cache=v[-1:], block_table=torch.zeros_like(inputs["block_table"]))
     torch.testing.assert_close(got, reference.tree_attention(**inputs), atol=3e-2, rtol=3e-2)
-
-
-@pytest.fixture
-def cuda_library(tmp_path, monkeypatch):
-    monkeypatch.setenv(build.LIBRARY_ENV, str(tmp_path / "lib.so"))
-    major, minor = torch.cuda.get_device_capability()
-    if torch.version.cuda is None or f"{major}{minor}a" not in build.ARCHITECTURES:
-        pytest.skip("csrc has no code for this GPU")
-    try:
-        build.build(build.library_path(), (f"{major}{minor}a",))
-    except ConfigError as error:
-        pytest.skip(f"csrc can't be built here: {error}")
-    for cached in (cuda.ready, cuda._library):
-        cached.cache_clear()
-    yield
-    for cached in (cuda.ready, cuda._library):
-        cached.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cuda_add_rms_norm(dtype: torch.dtype, cuda_library):
-    assert cuda.ready()
-    CASES["add_rms_norm"](cuda.add_rms_norm, Maker("cuda", dtype))
-    with pytest.raises(ValueError, match="16 bytes"):
-        x = torch.zeros(2, 65, dtype=dtype, device="cuda")[:, 1:]
-        cuda.add_rms_norm(x, x.contiguous(), torch.ones(64, dtype=dtype, device="cuda"), 1e-5)
 
 
 @pytest.mark.skipif(not has_pdl(), reason="this GPU has no programmatic dependent launch")

@@ -96,8 +96,8 @@ def few_rows_kernel(
     if PDL:
         if AHEAD:
             prefetch(w_at + first, AHEAD, BLOCK_N)
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     x_at = x + t.to(tl.int64)[None, :] * stride_x
     inside = (t < rows)[None, :]
@@ -131,7 +131,7 @@ def linear_sums(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool |
     """See `tokenspeed.kernels.linear_sums`."""
     rows, (num_out, size) = x.shape[0], weight.shape
     tile = (tile or sums_tile(num_out, size)).of(x.dtype)
-    splits = triton.cdiv(size, _span(size, tile))
+    splits = triton.cdiv(size, span_of(size, tile))
     out = torch.empty((splits, rows, num_out), dtype=torch.float32, device=x.device)
     _launch(x, weight, out, tile, False, pdl)
     return out
@@ -166,7 +166,7 @@ def gated_tile(num_out: int) -> Tile:
     return Tile(rows, 64 if rows == 128 else 128, 6)
 
 
-def _span(size: int, tile: Tile) -> int:
+def span_of(size: int, tile: Tile) -> int:
     """How much of K each program takes, a multiple of the tile's depth."""
     return triton.cdiv(size, tile.split * tile.depth) * tile.depth
 
@@ -179,7 +179,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool, pdl
     if not rows:
         return
     block_t = min(MAX_BLOCK_T, max(8, triton.next_power_of_2(rows)))
-    span = _span(size, tile)
+    span = span_of(size, tile)
     splits = triton.cdiv(size, span)
     ahead = tile.ahead
     last = size - (splits - 1) * span
