@@ -4,7 +4,7 @@ import importlib
 import itertools
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton.runtime import JITFunction
 
@@ -217,6 +217,16 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(HAS_BIAS=b, BLOCK_M=16, BLOCK_N=64, BLOCK_K=64), _ALL, num_stages=3) for b in (False, True)
     ],
 }
+# These wait first and are the same otherwise, so one of each is enough with PDL.
+for _name in (
+    *("sample_kernel", "sample_best_kernel", "draft_rows_kernel", "draft_input_kernel", "grow_tree_kernel"),
+    *("read_slots_kernel", "place_nodes_kernel", "accept_kernel", "commit_kernel", "keep_aux_kernel"),
+    *("candidate_scan_kernel", "candidate_select_kernel", "row_dots_kernel", "best_candidates_kernel"),
+    "build_tree_kernel",
+):
+    _plain = [replace(each, constants=each.constants | {"PDL": False}) for each in BUILDS[_name]]
+    _early = replace(_plain[0], constants=_plain[0].constants | {"PDL": True}, dtypes=_plain[0].dtypes[:1])
+    BUILDS[_name] = [*_plain, _early]
 
 
 def kernels() -> dict[str, JITFunction]:

@@ -10,6 +10,17 @@ weights. A kernel that is launched plainly waits for all before it, whatever the
 import functools
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_early(PDL: tl.constexpr):
+    """What a kernel that reads no weights ahead begins with."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @functools.cache
@@ -23,3 +34,8 @@ def has_pdl() -> bool:
 def launch_options(pdl: bool) -> dict[str, bool]:
     """What a launch is given beside its constants; only NVIDIA's backend knows the option."""
     return {"launch_pdl": True} if pdl else {}
+
+
+def early_options() -> dict[str, bool]:
+    """What a launch of a kernel with PDL is given, where the GPU decides."""
+    return {"PDL": has_pdl(), **launch_options(has_pdl())}
