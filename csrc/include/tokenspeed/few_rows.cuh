@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
             const T* at = x + token * stride_x + first + step * Tile::kDepth + depth;
 #pragma unroll
             for (int i = 0; i < Tile::kGroups; ++i)
-                values[i][part] = step < steps && token < rows ? __ldcg(reinterpret_cast<const uint4*>(at + i * 32))
+                values[i][part] = step < steps && token < rows ? *reinterpret_cast<const uint4*>(at + i * 32)
                                                                : make_uint4(0, 0, 0, 0);
         }
     };

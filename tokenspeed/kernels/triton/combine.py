@@ -87,8 +87,8 @@ def combine_kernel(
 ):
     """Adds the parts of a row in their order. Those that saw nothing have a total of 0 and perhaps no acc."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     first = tl.program_id(0).to(tl.int64) * num_splits
     splits, dims = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
     peaks = tl.load(part_peak + first + splits, splits < num_splits, float("-inf"))

@@ -96,8 +96,8 @@ def few_rows_kernel(
     if PDL:
         if AHEAD:
             prefetch(w_at + first, AHEAD, BLOCK_N)
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     x_at = x + t.to(tl.int64)[None, :] * stride_x
     inside = (t < rows)[None, :]

@@ -28,8 +28,8 @@ def rms_norm_kernel(
     inside = cols < SIZE
     gain = tl.load(weight + row % inner * stride_weight + cols, inside, 0.0).to(tl.float32)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     values = tl.load(x + row // inner * stride_outer + row % inner * stride_inner + cols, inside, 0.0).to(
         tl.float32
     )
@@ -76,8 +76,8 @@ def add_partials_rms_norm_kernel(
     inside = cols < SIZE
     gain = tl.load(weight + cols, inside, 0.0).to(tl.float32)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     at = partials + row * SIZE + cols
     kept = tl.load(residual + row * stride_residual + cols, inside, 0.0)
     added = tl.load(at, inside, 0.0)

@@ -19,8 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def wait_early(PDL: tl.constexpr):
     """What a kernel that reads no weights ahead begins with."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @functools.cache

@@ -34,8 +34,8 @@ def rope_store_kv_kernel(
     DIM: tl.constexpr = 2 * HALF
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     # Whatever needs no other load comes before what does, and all loads before the first store: two waits in all.
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

@@ -110,8 +110,8 @@ def norm_linear_kernel(
     k = tl.arange(0, BLOCK_K)
     gain = tl.load(norm_weight + k, k < SIZE, 0.0).to(tl.float32)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     values = row_tile(residual, rows, stride_residual, SIZE, BLOCK_R, BLOCK_T, BLOCK_K).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / SIZE + eps)
     normed = (values * scale[:, None]).to(residual.dtype.element_ty).to(tl.float32)
@@ -145,8 +145,8 @@ def linear_add_kernel(
     """Adds one tile of the product to residual [rows, num_out]."""
     w = weight_tile(weight, num_out, stride_w, False, SIZE, BLOCK_N, BLOCK_K)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = residual + t.to(tl.int64)[None, :] * stride_residual + col[:, None]

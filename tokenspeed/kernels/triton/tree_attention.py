@@ -100,8 +100,8 @@ def tree_attention_kernel(
     ALONE the last of them to arrive writes `out`.
     """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     row_blocks = tl.cdiv(num_nodes * GROUP, BLOCK_R)
     request, row_block = (tl.program_id(0) // row_blocks).to(tl.int64), tl.program_id(0) % row_blocks
     head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
