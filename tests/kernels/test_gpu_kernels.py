@@ -70,41 +70,6 @@ def test_a_graph_replays_other_lengths():
         torch.testing.assert_close(out, want, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize("shape", ((9, 3, 64), (32, 8, 128)), ids=str)
-def test_the_last_program_to_arrive_combines(shape: tuple[int, int, int]):
-    """Layers that follow one another, early where the GPU can, and share the counters: every replay gives the same
-    bits, those of a launch of its own but for rounding, whatever the lengths, and leaves zeros."""
-    from tokenspeed.kernels.triton.combine import arrivals  # triton may be missing where this file is read
-
-    m, attends = Maker("cuda", torch.bfloat16), OPS["tree_attention"]
-    fixed = dict(first=0, scale=shape[2] ** -0.5, window=None, max_prefix=3000)
-    layers = [
-        tree_inputs(m, lengths, nodes, nodes, *shape)
-        for lengths, nodes in (([3000], 1), ([700], 16), ([90], 1), ([3000, 16], 4))
-    ]
-
-    def run(how: str) -> list[torch.Tensor]:
-        return [attends[how].load()(**inputs, **fixed) for inputs in layers * 8]
-
-    run("alone")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run("alone")
-    for shorter in (1, 2, 40):
-        for inputs in layers:
-            inputs["prefix_lens"] //= shorter
-        apart = torch.cat([out.flatten() for out in run("triton")])
-        want = torch.cat([out.flatten() for out in run("alone")])
-        torch.testing.assert_close(want, apart, atol=1e-2, rtol=1e-2)
-        for _ in range(350):
-            for out in got:
-                out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(torch.cat([out.flatten() for out in got]), want)
-        assert not arrivals(got[0].device).any()
-
-
 def test_a_graph_of_a_prefill_replays_other_chunks():
     """Captured with padding alone; what is replayed has chunks, empty ones and as much padding as there is room."""
     attend = OPS["prefill_attention"]["triton"].load()

@@ -91,9 +91,6 @@ OPS |= {
 }
 # The same by the two ops that it joins, each as the registry has it: TOKENSPEED_KERNELS=rope_tree_attention=parts.
 OPS["rope_tree_attention"]["parts"] = Impl("tokenspeed.kernels.parts:rope_tree_attention", "any")
-# The last of the programs that share a row's keys combines what they found: no second launch. To be measured.
-for _op in ("tree_attention", "rope_tree_attention"):
-    OPS[_op]["alone"] = _triton("tree_attention", f"{_op}_alone")
 # CUDA C++ kernels come before Triton where they were measured to be faster; otherwise TOKENSPEED_KERNELS asks for them.
 for _op in ("linear_rows", "linear_sums", "gate_up_silu"):
     _impl = Impl(f"tokenspeed.kernels.cuda_few_rows:{_op}", "cuda", "tokenspeed.kernels.cuda_few_rows:ready")
