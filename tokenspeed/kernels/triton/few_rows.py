@@ -160,6 +160,11 @@ def sums_tile(num_out: int, size: int) -> Tile:
     return Tile(64, 128, 6, split=max(1, min(_MAX_SPLIT, split, size // 512)))
 
 
+def num_sums(num_out: int, size: int, dtype: torch.dtype) -> int:
+    """S of linear_sums, for weights [num_out, size]."""
+    return triton.cdiv(size, span_of(size, sums_tile(num_out, size).of(dtype)))
+
+
 def gated_tile(num_out: int) -> Tile:
     """For gate_up_silu: 64 of gate and 64 of up where that makes enough programs, else fewer."""
     rows = next((rows for rows in (128, 64) if num_out // (rows // 2) >= _PROGRAMS), 32)
