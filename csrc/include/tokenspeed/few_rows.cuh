@@ -90,9 +90,11 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
                 copy_async(stage + i * Tile::kAtOnce * Tile::kPieces, from + i * skip + step * Tile::kDepth);
         commit_copies();  // an empty group beyond the end, so that counts stay true
     };
-    if (kEarly) let_next_kernel_start();
     for (int step = 0; step < Tile::kStages - 1; ++step) fetch(step);
-    if (kEarly) wait_for_kernels_before();
+    if (kEarly) {
+        wait_for_kernels_before();
+        let_next_kernel_start();
+    }
 
     const int depth_warp = warp % Tile::kDepthWarps, row_warp = warp / Tile::kDepthWarps;
     const int group = lane / 4, quarter = lane % 4;
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
             const T* at = x + token * stride_x + first + step * Tile::kDepth + depth;
 #pragma unroll
             for (int i = 0; i < Tile::kGroups; ++i)
-                values[i][part] = step < steps && token < rows ? *reinterpret_cast<const uint4*>(at + i * 32)
+                values[i][part] = step < steps && token < rows ? __ldcg(reinterpret_cast<const uint4*>(at + i * 32))
                                                                : make_uint4(0, 0, 0, 0);
         }
     };
