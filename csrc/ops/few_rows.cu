@@ -17,7 +17,7 @@ struct Call {
 
 template <typename T, typename Out, typename Tile, bool kEarly>
 cudaError_t launch(const Call& c) {
-    if (c.num_out % Tile::kCols || c.size % Tile::kDepth || c.span % Tile::kDepth || c.rows > Tile::kTokens)
+    if (c.num_out % Tile::kCols || c.size % Tile::kDepth || c.span % Tile::kDepth || c.rows > tokenspeed::kFewRowsTokens)
         return cudaErrorInvalidValue;
     const auto kernel = tokenspeed::few_rows<T, Out, Tile, kEarly>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
@@ -36,14 +36,10 @@ cudaError_t launch(const Call& c) {
                               static_cast<Out*>(c.out), c.rows, c.num_out, c.size, c.span, c.stride_x, c.stride_w);
 }
 
-// A row's sums do not depend on how many rows there are: tiles of 8 and of 16 differ in nothing else.
 template <typename T, typename Out, int kRows, int kDepth, bool kGated>
 cudaError_t launch(const Call& c) {
-    constexpr int kStages = 6;  // 96 KiB, two blocks a multiprocessor
-    using Eight = FewRowsTile<kRows, kDepth, kStages, 8, kGated>;
-    using Sixteen = FewRowsTile<kRows, kDepth, kStages, 16, kGated>;
-    if (c.rows <= 8) return c.early ? launch<T, Out, Eight, true>(c) : launch<T, Out, Eight, false>(c);
-    return c.early ? launch<T, Out, Sixteen, true>(c) : launch<T, Out, Sixteen, false>(c);
+    using Tile = FewRowsTile<kRows, kDepth, 6, kGated>;  // 96 KiB, two blocks a multiprocessor
+    return c.early ? launch<T, Out, Tile, true>(c) : launch<T, Out, Tile, false>(c);
 }
 
 template <typename T>

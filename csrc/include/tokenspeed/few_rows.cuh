@@ -1,10 +1,10 @@
-// Products of up to 16 rows, y = x W^T, bound by reading W once: its bytes are on their way before x is there.
+// Products of up to 8 rows, y = x W^T, bound by reading W once: its bytes are on their way before x is there.
 //
 // A block has a tile of weight rows and a span of K. Pieces of the tile come through a ring in shared memory (cp.async),
-// which is filled before the wait for the kernels ahead (programmatic dependent launch): while they still run, nothing
-// is idle that could hold weights. The rows of x, few and in L2, come to registers a few steps ahead of their use. Weight
-// rows are the M side of mma.m16n8k16 and rows of x the N side. K may be permuted as long as both sides agree, so a lane
-// takes 16 bytes, 8 of K, of each row at once: two MMAs' worth, the first its even pairs.
+// which is filled before the wait for the kernel ahead (programmatic dependent launch): while that still runs, no room for
+// weights is left empty. The rows of x, few and in L2, come to registers some steps ahead of their use. Weight rows are the
+// M side of mma.m16n8k16 and rows of x the N side. K may be permuted as long as both sides agree, so a lane takes 16 bytes,
+// 8 of K, of each row at once: two MMAs' worth, the first its even pairs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,6 +16,7 @@
 namespace tokenspeed {
 
 constexpr int kFewRowsThreads = 128;
+constexpr int kFewRowsTokens = 8;  // rows of x at most, the N of an MMA
 
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -45,10 +46,10 @@ TOKENSPEED_MMA(__nv_bfloat16, "bf16")
 #undef TOKENSPEED_MMA
 
 // How a product is cut. kRows: weight rows of a block (gate's and up's together). kDepth: of K at a time. kStages: pieces
-// of so many rows and so much of K in shared memory. kTokens: rows of x, 8 or 16. kGated: SwiGLU of gate's rows and up's.
-template <int kRows_, int kDepth_, int kStages_, int kTokens_, bool kGated_>
+// of so many rows and so much of K in shared memory. kGated: SwiGLU of gate's rows and up's.
+template <int kRows_, int kDepth_, int kStages_, bool kGated_>
 struct FewRowsTile {
-    static constexpr int kRows = kRows_, kDepth = kDepth_, kStages = kStages_, kTokens = kTokens_;
+    static constexpr int kRows = kRows_, kDepth = kDepth_, kStages = kStages_;
     static constexpr bool kGated = kGated_;
     static constexpr int kCols = kGated ? kRows / 2 : kRows;  // of the output
     static constexpr int kPieces = kDepth / 8;                // of 16 bytes, in a weight row
@@ -57,16 +58,15 @@ struct FewRowsTile {
     static constexpr int kDepthWarps = kDepth / 32 < 4 ? kDepth / 32 : 4, kRowWarps = 4 / kDepthWarps;
     static constexpr int kGroups = kDepth / 32 / kDepthWarps;  // 32 of K, of a warp
     static constexpr int kMmas = kRows / 16 / kRowWarps;       // blocks of 16 weight rows, of a warp
-    static constexpr int kParts = kTokens / 8;
     static constexpr int kPitch = kRows + 4;  // of sums: no two lanes of a warp meet in a bank
     static constexpr int kAhead = 4;          // steps that x is loaded ahead
     static constexpr int kShared = kStages * kRows * kDepth * 2;
     static_assert(kAtOnce % 2 == 0 && (!kGated || kAtOnce == 16), "a thread's rows are alike");
-    static_assert(kDepthWarps * kTokens * kPitch * 4 <= kShared, "sums take the ring's place");
+    static_assert(kDepthWarps * kFewRowsTokens * kPitch * 4 <= kShared, "sums take the ring's place");
 };
 
 // out [splits, rows, num_out]: block (n, s) has tile n over K from s * span. num_out is a multiple of Tile::kCols, size and
-// span of Tile::kDepth; rows <= Tile::kTokens; rows of x and weight start on 16 bytes. kEarly: launched with PDL.
+// span of Tile::kDepth; rows <= kFewRowsTokens; rows of x and weight start on 16 bytes. kEarly: launched with PDL.
 template <typename T, typename Out, typename Tile, bool kEarly>
 __global__ void __launch_bounds__(kFewRowsThreads, 2)
     few_rows(const T* __restrict__ x, const T* __restrict__ weight, Out* __restrict__ out, int rows, int num_out, int size,
@@ -99,22 +99,19 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
     const int depth_warp = warp % Tile::kDepthWarps, row_warp = warp / Tile::kDepthWarps;
     const int group = lane / 4, quarter = lane % 4;
     const int depth = depth_warp * Tile::kGroups * 32 + quarter * 8;
-    uint4 ahead[Tile::kAhead][Tile::kGroups][Tile::kParts];
-    const auto take_x = [&](uint4 (&values)[Tile::kGroups][Tile::kParts], int step) {
+    const T* const x_at = x + group * stride_x + first + depth;
+    uint4 ahead[Tile::kAhead][Tile::kGroups];
+    const auto take_x = [&](uint4 (&values)[Tile::kGroups], int step) {
 #pragma unroll
-        for (int part = 0; part < Tile::kParts; ++part) {
-            const int token = part * 8 + group;
-            const T* at = x + token * stride_x + first + step * Tile::kDepth + depth;
-#pragma unroll
-            for (int i = 0; i < Tile::kGroups; ++i)
-                values[i][part] = step < steps && token < rows ? __ldcg(reinterpret_cast<const uint4*>(at + i * 32))
-                                                               : make_uint4(0, 0, 0, 0);
-        }
+        for (int i = 0; i < Tile::kGroups; ++i)  // by L2: L1 may hold what lay there before
+            values[i] = step < steps && group < rows
+                            ? __ldcg(reinterpret_cast<const uint4*>(x_at + step * Tile::kDepth + i * 32))
+                            : make_uint4(0, 0, 0, 0);
     };
 #pragma unroll
     for (int i = 0; i < Tile::kAhead; ++i) take_x(ahead[i], i);
 
-    float sum[Tile::kMmas][Tile::kParts][4] = {};
+    float sum[Tile::kMmas][4] = {};
     for (int base = 0; base < steps; base += Tile::kAhead) {
 #pragma unroll
         for (int i = 0; i < Tile::kAhead; ++i) {
@@ -131,12 +128,9 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
                     const int low = (row_warp * Tile::kMmas + m) * 16 + group;
                     const int at = ((depth_warp * Tile::kGroups + k) * 4 + quarter) ^ (low & 1) * 4;
                     const uint4 a = stage[low * Tile::kPieces + at], b = stage[(low + 8) * Tile::kPieces + at];
-#pragma unroll
-                    for (int part = 0; part < Tile::kParts; ++part) {
-                        const uint4 v = ahead[i][k][part];
-                        mma<T>(sum[m][part], a.x, b.x, a.y, b.y, v.x, v.y);
-                        mma<T>(sum[m][part], a.z, b.z, a.w, b.w, v.z, v.w);
-                    }
+                    const uint4 v = ahead[i][k];
+                    mma<T>(sum[m], a.x, b.x, a.y, b.y, v.x, v.y);
+                    mma<T>(sum[m], a.z, b.z, a.w, b.w, v.z, v.w);
                 }
             take_x(ahead[i], step + Tile::kAhead);
         }
@@ -145,22 +139,19 @@ __global__ void __launch_bounds__(kFewRowsThreads, 2)
     // Warps that share rows add their sums, always in the same order.
     await_copies<0>();
     __syncthreads();
-    float* const sums = reinterpret_cast<float*>(ring);  // [kDepthWarps, kTokens, kPitch]
+    float* const sums = reinterpret_cast<float*>(ring);  // [kDepthWarps, kFewRowsTokens, kPitch]
 #pragma unroll
     for (int m = 0; m < Tile::kMmas; ++m)
 #pragma unroll
-        for (int part = 0; part < Tile::kParts; ++part)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = part * 8 + quarter * 2 + i % 2;
-                const int low = (row_warp * Tile::kMmas + m) * 16 + group + i / 2 * 8;
-                sums[(depth_warp * Tile::kTokens + token) * Tile::kPitch + low] = sum[m][part][i];
-            }
+        for (int i = 0; i < 4; ++i) {
+            const int token = quarter * 2 + i % 2, low = (row_warp * Tile::kMmas + m) * 16 + group + i / 2 * 8;
+            sums[(depth_warp * kFewRowsTokens + token) * Tile::kPitch + low] = sum[m][i];
+        }
     __syncthreads();
     const auto total = [&](int token, int low) {
         float value = 0.0f;
 #pragma unroll
-        for (int i = 0; i < Tile::kDepthWarps; ++i) value += sums[(i * Tile::kTokens + token) * Tile::kPitch + low];
+        for (int i = 0; i < Tile::kDepthWarps; ++i) value += sums[(i * kFewRowsTokens + token) * Tile::kPitch + low];
         return value;
     };
     for (int i = thread; i < rows * Tile::kCols; i += kFewRowsThreads) {
