@@ -45,7 +45,6 @@ def test_every_program_waits_first(name: str, build: Build):
     code = ptx(name, build)
     before, wait, after = code.partition("griddepcontrol.wait")
     assert wait and MEMORY.search(after)
-    assert "griddepcontrol.launch_dependents" in before  # the next kernel may be set up while this one waits
     if name == "few_rows_kernel":  # weights come into L2, into no register
         assert not MEMORY.search(before)
         assert ("cp.async.bulk.prefetch.L2" in before) == (build.constants["AHEAD"] > 0)
@@ -57,6 +56,7 @@ def test_every_program_waits_first(name: str, build: Build):
         weights = {str(kernels()[name].arg_names.index(weight)) for weight in WEIGHTS[name]}
         assert {bases[base] for base in read & bases.keys()} == weights and "st.global" not in before
     assert "bra" not in before and "ret;" not in before.partition(".entry")[2]
+    assert "griddepcontrol.launch_dependents" in after  # so that no more than two kernels overlap
 
 
 def test_a_plain_kernel_has_no_trace_of_it():

@@ -32,8 +32,12 @@ def library() -> ctypes.CDLL:
 
 
 def built() -> bool:
-    """Whether the library is there and has code for this process's GPU."""
+    """Whether the library is there, can be loaded, and has code for this process's GPU."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not library_path().exists():
+        return False
+    try:
+        library()
+    except OSError:  # built for another system
         return False
     major, minor = torch.cuda.get_device_capability()
     return f"{major}{minor}a" in ARCHITECTURES

@@ -1,10 +1,10 @@
 """Programmatic dependent launch (PDL): a kernel that starts while the one before it in the stream still runs.
 
 NVIDIA's sm_90 and later have it. The rule for a kernel that is launched so: until gdc_wait it touches nothing but
-weights, since an earlier kernel may still write what it reads, or read what it writes; and every program waits. The
-kernel before has waited likewise, so all that came earlier has ended then, however many kernels overlap. Hence the
-next kernel is let start at once (gdc_launch_dependents before gdc_wait): it takes what room there is and asks for its
-weights. A kernel that is launched plainly waits for all before it, whatever they were, and needs no care.
+weights, since an earlier kernel may still write what it reads, or read what it writes; every program waits; and only
+after that it lets the next kernel start (gdc_launch_dependents), so that no more than two neighbours overlap. With
+three, L1 can give a kernel what an earlier one had read at an address written since, and Triton's products slow down
+(docs/performance.md). A kernel that is launched plainly waits for all before it, whatever they were, and needs no care.
 """
 
 import functools
