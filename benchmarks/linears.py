@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tokenspeed.bench.report import document, write_json
 from tokenspeed.cli.args import Parser, positive, positives
+from tokenspeed.kernels import cuda_few_rows
 from tokenspeed.kernels.triton.activation import silu_and_mul
 from tokenspeed.kernels.triton.few_rows import Tile, gate_up_silu, linear_rows, linear_sums
 from tokenspeed.kernels.triton.norm import add_partials_rms_norm, add_rms_norm
@@ -117,6 +118,16 @@ def ours(name: str, x: Tensor, weight: Tensor, rows: Rows, tile: Tile, pdl: bool
     return add_partials_rms_norm(linear_sums(x, weight, tile, pdl), rows.residual, rows.gain, EPS, pdl)
 
 
+def csrc(name: str, x: Tensor, weight: Tensor, rows: Rows, pdl: bool) -> Tensor:
+    """As `ours`, the products in CUDA C++."""
+    if name == "qkv":
+        return cuda_few_rows.linear_rows(x, weight, pdl)
+    if name == "gate_up":
+        return cuda_few_rows.gate_up_silu(x, weight, pdl)
+    sums = cuda_few_rows.linear_sums(x, weight, pdl)
+    return add_partials_rms_norm(sums, rows.residual, rows.gain, EPS, pdl)
+
+
 def replay_us(calls: list[Callable[[], object]], each: int) -> tuple[float, float]:
     """Median and spread (largest less smallest) of the microseconds of a captured pass over `calls`, over `each`."""
     calls[0]()  # compiles, and lets the vendor's library choose
@@ -143,6 +154,7 @@ class Bench:
         self.args, self.started = args, time.perf_counter()
         self.weights, self.found, self.wrong = weights(), [], []
         self.best: dict[tuple[str, int], Tile] = {}  # by product and rows
+        self.csrc_rows = cuda_few_rows.MOST_ROWS if cuda_few_rows.ready() else 0
 
     def run(self) -> None:
         for count in self.args.rows:
@@ -167,9 +179,13 @@ class Bench:
         best = self.best[name, count] = min(times, key=times.get)
         if name in ("o", "down"):
             self._time(name, count, "ours, product alone", lambda w: linear_sums(x, w, best), best)
-        self._check(name, rows, best)
+        self._check(name, rows, lambda w, pdl: ours(name, x, w, rows, best, pdl), f"{name} {best}")
         if has_pdl():
             self._time(name, count, "ours, PDL", lambda w: ours(name, x, w, rows, best, True), best)
+        if count <= self.csrc_rows:
+            self._time(name, count, "csrc", lambda w: csrc(name, x, w, rows, False))
+            self._check(name, rows, lambda w, pdl: csrc(name, x, w, rows, pdl), f"{name} csrc")
+            self._time(name, count, "csrc, PDL", lambda w: csrc(name, x, w, rows, True))
 
     def _time(self, name: str, count: int, how: str, call: Callable, tile: Tile | None = None) -> float:
         calls = [lambda w=w: call(w) for w in self.weights[name]] * TURNS
@@ -182,14 +198,14 @@ class Bench:
         print(f"{name:8} {count:3}  {how:21} {us:8.2f} us  {us / floor:6.3f}  {about}", flush=True)
         return us
 
-    def _check(self, name: str, rows: Rows, tile: Tile) -> None:
-        """Ours is near float32 arithmetic, and the same bits with PDL, many times over."""
+    def _check(self, name: str, rows: Rows, product: Callable, label: str) -> None:
+        """product(weight, pdl) is near float32 arithmetic, and the same bits with PDL, many times over."""
         x, weight = rows.input(name), self.weights[name][0]
         residual = normal(*rows.residual.shape).float()
 
         def once(pdl: bool) -> Tensor:
             rows.residual.copy_(residual)
-            return ours(name, x, weight, rows, tile, pdl)
+            return product(weight, pdl)
 
         want = x.float() @ weight.float().t()
         if name == "gate_up":
@@ -199,9 +215,9 @@ class Bench:
             want = F.rms_norm(want, (HIDDEN,), None, EPS) * rows.gain
         got = once(False)
         if not torch.allclose(got.float(), want, atol=3e-2, rtol=3e-2):
-            self._say(f"{name} {tile}: off by {(got - want).abs().max():.3g}")
+            self._say(f"{label}: off by {(got - want).abs().max():.3g}")
         if has_pdl() and not all(torch.equal(once(True), got) for _ in range(20)):
-            self._say(f"{name} {tile}: PDL changes the result")
+            self._say(f"{label}: PDL changes the result")
 
     def _say(self, wrong: str) -> None:
         self.wrong.append(wrong)
@@ -219,19 +235,27 @@ class Bench:
             got = self._time_chain(count, f"ours, PDL, {ahead} ahead", ahead_tiles, True)
             if not torch.equal(got, want):
                 self._say(f"{count} rows, {ahead} ahead: PDL changes the result of a chain")
+        if count <= self.csrc_rows:
+            want = self._time_chain(count, "csrc", {}, False, csrc)
+            if not torch.equal(self._time_chain(count, "csrc, PDL", {}, True, csrc), want):
+                self._say(f"{count} rows, csrc: PDL changes the result of a chain")
         thin = {name: tile._replace(buffers=min(tile.buffers, 3)) for name, tile in tiles.items()}
         self._time_chain(count, "ours, PDL, room for the next kernel", thin, True)
         fused = {name: tile for name, tile in tiles.items() if name != "qkv"}
         self._time_chain(count, "ours but qkv, PDL", fused, True)
         self._time_chain(count, "ours: gate-up, PDL", {"gate_up": tiles["gate_up"]}, True)
 
-    def _time_chain(self, count: int, how: str, tiles: dict[str, Tile], pdl: bool) -> Tensor:
-        """Returns the residual stream after all passes, from the same start each time."""
+    def _time_chain(
+        self, count: int, how: str, tiles: dict[str, Tile], pdl: bool, fn: Callable | None = None
+    ) -> Tensor:
+        """Returns the residual stream after all passes, from the same start each time. fn: csrc, for all products."""
         torch.manual_seed(0)
         rows = Rows.make(count)
 
         def product(name: str, x: Tensor, layer: int) -> Tensor:
             weight, tile = self.weights[name][layer], tiles.get(name)
+            if fn is not None:
+                return fn(name, x, weight, rows, pdl)
             return vendor(name, x, weight, rows) if tile is None else ours(name, x, weight, rows, tile, pdl)
 
         def layers() -> Tensor:

@@ -22,7 +22,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "tokenspeed")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "tokenspeed")
 PAGE = """<!DOCTYPE html>
 <html><head><meta name="pypi:repository-version" content="1.0"></head><body>
 {}

@@ -10,6 +10,7 @@ from engine.harness import InProcessEngine
 from tokenspeed import LLM, SamplingParams
 from tokenspeed.cli import calibrate, main
 from tokenspeed.spec.calibration import Calibration, save
+from tokenspeed.worker import calibrate as timing
 from tokenspeed.worker.calibrate import key_of
 from tokenspeed.worker.setup import _name
 
@@ -45,6 +46,7 @@ def test_calibrate_and_use(models, tmp_path, capsys):
     found = json.loads(path.read_text())["calibration"]
     assert {batch for batch, _, _ in found["times"]} == {1, 4} and str(path) in out
     assert all(us > 0 for _, _, us in found["times"]) and len(found["priors"]) == 3
+    assert [size for size, _ in found["per_token"]] == [None, [3, 2, 6], [2, 1, 3], [1, 1, 2]]
     found["times"] = [[batch, size, 1e6 if size is None else 1e3] for batch, size, _ in found["times"]]
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({**raw, "calibration": found}))  # nothing but the file can lead to these times
@@ -53,6 +55,25 @@ def test_calibrate_and_use(models, tmp_path, capsys):
         assert json.loads(llm.info["calibration"])["times"] == found["times"]
         (out,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
         assert out.outputs[0].metrics["num_drafted"] > 0
+
+
+def test_rounds_are_timed_in_turns(monkeypatch):
+    """By a clock that rounds move: a slow moment falls on all alike, and one slow round is enough."""
+    clock, order = [0.0], []
+
+    def kind(name: str, *seconds: float):
+        left = list(seconds)
+
+        def run() -> None:
+            order.append(name)
+            clock[0] += left.pop(0)
+
+        return run
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    rounds = [kind("a", 0.03, 0.01, 0.02, 0.02), kind("slow", 0.75), kind("b", 0.02, 0.02, 0.04, 0.03)]
+    assert timing._least(rounds) == pytest.approx([1e4, 75e4, 2e4])
+    assert order == ["a", "slow", "b", "a", "b", "a", "b", "a", "b"]
 
 
 def test_what_can_not_be_done(models, tmp_path, capsys):

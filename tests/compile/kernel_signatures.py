@@ -4,12 +4,11 @@ import importlib
 import itertools
 import pkgutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton.runtime import JITFunction
 
 from tokenspeed.kernels import triton as package
-from tokenspeed.kernels.triton.combine import merge_chunk
 from tokenspeed.kernels.triton.few_rows import gated_tile, sums_tile, whole_tile
 from tokenspeed.kernels.triton.small_layer import BLOCK_T, block_k, small_tile
 
@@ -19,7 +18,7 @@ _TYPE_NAMES = {
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "token_ids places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
-    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token arrived",
+    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
     "logprobs lane_scores all_scores next_scores "
     "partials",
@@ -57,25 +56,16 @@ def _attention(**more) -> dict:
     return dict(GROUP=4, NUM_KV_HEADS=8, DIM=128, PAGE=16, PRECISION="ieee", BLOCK_D=128) | more
 
 
-def _merged(rows: int, alone: bool) -> dict:
-    """The case of so many rows a tile, or of the 4 of one node."""
-    block_m = (rows if rows > 16 else 4) if alone else 1
-    return dict(ALONE=alone, BLOCK_M=block_m, BLOCK_SPLITS=64 if alone else 1, CHUNK=merge_chunk(block_m))
-
-
 def _trees() -> Iterator[Build]:
-    """What is asked for (rotated q and any tail; the rows' own tail; lanes behind a buffer), by rows and splits; then
-    each of what combines the splits.
-    """
+    """What is asked for (rotated q and any tail; the rows' own tail; lanes behind a buffer), by rows and splits."""
     for (rope, buffer), rows, split in itertools.product(
         ((False, True), (True, False), (True, True)), (16, 64), (False, True)
     ):
         dtypes = _HALVES if split and rows == 64 and rope and not buffer else _HALVES[:1]
         constants = dict(ROPE=rope, BUFFER=buffer, SPLIT=split, PDL=(rows == 16) == split, WINDOWED=not split)
-        constants |= _merged(rows, split and rows == 16)
         blocks = dict(BLOCK_R=rows, BLOCK_S=64, BLOCK_T=32 if rows == 64 and split else 16)
         yield Build(_attention(**constants, **blocks), dtypes)
-    plain = dict(ROPE=True, BUFFER=False, SPLIT=True, PDL=False, WINDOWED=True) | _merged(64, True)
+    plain = dict(ROPE=True, BUFFER=False, SPLIT=True, PDL=False, WINDOWED=True)
     yield Build(_attention(**plain, BLOCK_R=64, BLOCK_S=32, BLOCK_T=32), ("fp32",))
     plain |= dict(WINDOWED=False, BLOCK_R=64, BLOCK_S=64, BLOCK_T=16)
     yield Build(_attention(**plain | dict(GROUP=3, NUM_KV_HEADS=3, DIM=64, BLOCK_D=64)))
@@ -217,6 +207,16 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(HAS_BIAS=b, BLOCK_M=16, BLOCK_N=64, BLOCK_K=64), _ALL, num_stages=3) for b in (False, True)
     ],
 }
+# These wait first and are the same otherwise, so one of each is enough with PDL.
+for _name in (
+    *("sample_kernel", "sample_best_kernel", "draft_rows_kernel", "draft_input_kernel", "grow_tree_kernel"),
+    *("read_slots_kernel", "place_nodes_kernel", "accept_kernel", "commit_kernel", "keep_aux_kernel"),
+    *("candidate_scan_kernel", "candidate_select_kernel", "row_dots_kernel", "best_candidates_kernel"),
+    "build_tree_kernel",
+):
+    _plain = [replace(each, constants=each.constants | {"PDL": False}) for each in BUILDS[_name]]
+    _early = replace(_plain[0], constants=_plain[0].constants | {"PDL": True}, dtypes=_plain[0].dtypes[:1])
+    BUILDS[_name] = [*_plain, _early]
 
 
 def kernels() -> dict[str, JITFunction]:

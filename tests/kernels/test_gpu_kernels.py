@@ -7,8 +7,7 @@ import pytest
 import torch
 from kernels.kernel_cases import CASES, Maker, chunk_rows, close, invariant_inputs, tree_inputs
 
-from tokenspeed.errors import ConfigError
-from tokenspeed.kernels import build, cuda, reference
+from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS
 from tokenspeed.kernels.triton.pdl import has_pdl
 
@@ -71,41 +70,6 @@ def test_a_graph_replays_other_lengths():
         torch.testing.assert_close(out, want, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize("shape", ((9, 3, 64), (32, 8, 128)), ids=str)
-def test_the_last_program_to_arrive_combines(shape: tuple[int, int, int]):
-    """Layers that follow one another, early where the GPU can, and share the counters: every replay gives the same
-    bits, those of a launch of its own but for rounding, whatever the lengths, and leaves zeros."""
-    from tokenspeed.kernels.triton.combine import arrivals  # triton may be missing where this file is read
-
-    m, attends = Maker("cuda", torch.bfloat16), OPS["tree_attention"]
-    fixed = dict(first=0, scale=shape[2] ** -0.5, window=None, max_prefix=3000)
-    layers = [
-        tree_inputs(m, lengths, nodes, nodes, *shape)
-        for lengths, nodes in (([3000], 1), ([700], 16), ([90], 1), ([3000, 16], 4))
-    ]
-
-    def run(how: str) -> list[torch.Tensor]:
-        return [attends[how].load()(**inputs, **fixed) for inputs in layers * 8]
-
-    run("alone")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run("alone")
-    for shorter in (1, 2, 40):
-        for inputs in layers:
-            inputs["prefix_lens"] //= shorter
-        apart = torch.cat([out.flatten() for out in run("triton")])
-        want = torch.cat([out.flatten() for out in run("alone")])
-        torch.testing.assert_close(want, apart, atol=1e-2, rtol=1e-2)
-        for _ in range(350):
-            for out in got:
-                out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(torch.cat([out.flatten() for out in got]), want)
-        assert not arrivals(got[0].device).any()
-
-
 def test_a_graph_of_a_prefill_replays_other_chunks():
     """Captured with padding alone; what is replayed has chunks, empty ones and as much padding as there is room."""
     attend = OPS["prefill_attention"]["triton"].load()
@@ -149,32 +113,6 @@ def test_offsets_beyond_32_bits():
     got = OPS["tree_attention"]["triton"].load()(**inputs, max_prefix=16)
     inputs |= dict(k_cache=k[-1:], v_cache=v[-1:], block_table=torch.zeros_like(inputs["block_table"]))
     torch.testing.assert_close(got, reference.tree_attention(**inputs), atol=3e-2, rtol=3e-2)
-
-
-@pytest.fixture
-def cuda_library(tmp_path, monkeypatch):
-    monkeypatch.setenv(build.LIBRARY_ENV, str(tmp_path / "lib.so"))
-    major, minor = torch.cuda.get_device_capability()
-    if torch.version.cuda is None or f"{major}{minor}a" not in build.ARCHITECTURES:
-        pytest.skip("csrc has no code for this GPU")
-    try:
-        build.build(build.library_path(), (f"{major}{minor}a",))
-    except ConfigError as error:
-        pytest.skip(f"csrc can't be built here: {error}")
-    for cached in (cuda.ready, cuda._library):
-        cached.cache_clear()
-    yield
-    for cached in (cuda.ready, cuda._library):
-        cached.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cuda_add_rms_norm(dtype: torch.dtype, cuda_library):
-    assert cuda.ready()
-    CASES["add_rms_norm"](cuda.add_rms_norm, Maker("cuda", dtype))
-    with pytest.raises(ValueError, match="16 bytes"):
-        x = torch.zeros(2, 65, dtype=dtype, device="cuda")[:, 1:]
-        cuda.add_rms_norm(x, x.contiguous(), torch.ones(64, dtype=dtype, device="cuda"), 1e-5)
 
 
 @pytest.mark.skipif(not has_pdl(), reason="this GPU has no programmatic dependent launch")

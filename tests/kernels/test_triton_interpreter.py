@@ -24,7 +24,7 @@ def results() -> dict[str, str | None]:
         "CUDA_VISIBLE_DEVICES": "",
     }
     run = subprocess.run(
-        [sys.executable, str(HERE / "kernel_cases.py")], capture_output=True, text=True, env=env, timeout=110
+        [sys.executable, str(HERE / "kernel_cases.py")], capture_output=True, text=True, env=env, timeout=240
     )
     assert run.returncode == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines()]

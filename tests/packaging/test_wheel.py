@@ -37,6 +37,14 @@ def load_build():
 build = load_build()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def pure():
+    """No minute of nvcc where there is one: test_cuda_wheel.py has a stand-in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENSPEED_BUILD_CUDA", "0")
+        yield
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     return build.build_wheel(tmp_path_factory.mktemp("dist"))

@@ -31,16 +31,15 @@ class World:
     """True times and chances. Costs are those of a GPU: flat up to 64 rows, then linear."""
 
     def __init__(self, seed: int, prior_error: float):
-        self.rng, self.level = random.Random(seed), 0.0
+        self.rng, self.level, self.slowness = random.Random(seed), 0.0, 1.0
         error = {shape: self.rng.gauss(0, prior_error) for shape in SHAPES}
         self.logits = {s: [math.log(p / (1 - p)) + error[s] for p in default_prior(s)] for s in SHAPES}
 
     def time(self, batch: int, shape: Shape | None) -> float:
         padded = next(b for b in BATCHES if b >= batch)
-        if shape is None:
-            return 4000 + max(0, padded - 64) * 12 + padded * 3
-        draft = shape.steps * 150 * (1 + padded * shape.topk / 256)
-        return 4000 + max(0, padded * shape.nodes - 64) * 12 + padded * 3 + draft
+        draft = shape.steps * 150 * (1 + padded * shape.topk / 256) if shape else 0
+        nodes = shape.nodes if shape else 1
+        return self.slowness * (4000 + max(0, padded * nodes - 64) * 12 + padded * 3 + draft)
 
     def chances(self, shape: Shape, row: Row) -> list[float]:
         return [sigmoid(logit + self.level + row.level) for logit in self.logits[shape]]
@@ -100,9 +99,9 @@ def plan_in(world: World, cost_error: float) -> AdaptivePlan:
 @pytest.mark.parametrize("level", [-3.0, 0.0, 1.0])
 @pytest.mark.parametrize("batch", [1, 3, 8, 64, 256])
 def test_steady_state(batch, level):
-    """Right priors, 5 % of noise: a mean regret of at most 5 %."""
+    """Right priors, 5 % of noise: a mean regret of at most 5 %, over more runs where chance weighs more."""
     found = []
-    for seed in range(3):
+    for seed in range(24 if batch == 1 else 3):
         world = World(seed, 0.0)
         world.level = level
         load = Load(world, plan_in(world, 0.02), batch, 0.05)
@@ -135,6 +134,18 @@ def test_the_200_rounds_after_a_shift(batch, before, after):
         world.level = after
         found.append(load.regret(200))
     assert statistics.mean(found) <= 0.10, found
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_machine_whose_speed_swings(batch):
+    """Every kind of round takes 1.6 times as long for 80 rounds, then not: no other shape is better for that."""
+    found = []
+    for seed in range(4):
+        world = World(seed, 0.0)
+        load = Load(world, plan_in(world, 0.02), batch, 0.1)
+        for world.slowness in (1.0, 1.6) * 2:
+            found.append(load.regret(80))
+    assert statistics.mean(found) <= 0.03, found
 
 
 def test_a_load_that_swings():
@@ -191,12 +202,22 @@ def test_costs():
     assert [smooth.time(b, shape) for b in (1, 2, 3, 4, 8)] == pytest.approx([20, 40, 60, 80, 160])
     for _ in range(200):
         smooth.learn(1, shape, 0, 30.0)
+    assert smooth.time(1, shape) == pytest.approx(30.0)
+    slower = 1.5 ** (2 / 3)  # what is believed to be the machine, not the tree
+    assert smooth.time(1, None) == pytest.approx(10 * slower)
+    assert smooth.time(4, shape) == pytest.approx(80 * slower)
+    for _ in range(200):
+        smooth.learn(1, None, 0, 10.0)
         smooth.learn(1, shape, 0, 30.0)
-    assert smooth.time(1, shape) == pytest.approx(30.0) and smooth.time(1, None) == pytest.approx(10)
+    assert smooth.time(1, shape) == pytest.approx(30.0, rel=0.05)  # it was the tree
+    assert smooth.time(1, None) == pytest.approx(10.0, rel=0.05)
     before = smooth.time(4, None)
     smooth.learn(4, None, 0, 1e9)
-    assert smooth.time(4, None) < 1.11 * before
+    assert smooth.time(4, None) < 1.17 * before
     smooth.learn(4, None, 0, 0.0)  # a clock that did not move says nothing
+    for _ in range(100):
+        padded.learn(1, None, 6, 26.0)
+    assert padded.time(1, None, context=6) == pytest.approx(26.0)  # its context is slower too
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,10 @@ def test_training_raises_agreement_at_every_step_of_the_unroll(trained):
 
 def test_the_head_learns_the_full_heads_distribution(trained):
     records = [r for r in read_log(trained / LOG) if r["stage"] == "candidate head"]
-    assert records[-1]["loss"] < 0.7 * records[0]["loss"]
-    assert sum(records[-1]["recall"]) > sum(records[0]["recall"])
+    # The first of all is left out: it judges the very batch that the factors were fitted to.
+    assert [r["step"] for r in records] == [1, 21, 41, 60]
+    assert records[-1]["loss"] < 0.7 * records[1]["loss"]
+    assert sum(records[-1]["recall"]) > sum(records[1]["recall"])
     assert (trained / PLOT).read_bytes().startswith(b"\x89PNG")
 
 

@@ -55,7 +55,7 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     from tokenspeed.cli.draft import decode, only, sampling
     from tokenspeed.launch import resolve
     from tokenspeed.spec.eagle4.config import fitting_shapes, load_draft_config
-    from tokenspeed.worker.calibrate import CONTEXT_TOKENS, calibrate, key_of
+    from tokenspeed.worker.calibrate import CONTEXT_BATCH, CONTEXT_ROOM, CPU_BATCHES, calibrate, key_of
     from tokenspeed.worker.graph import GraphSet
     from tokenspeed.worker.replay import pool_tokens, replay
     from tokenspeed.worker.setup import batches_for, build
@@ -69,7 +69,8 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     params = sampling(config, args, len(prompts))
     records, info = decode(config, first, prompts, params, args.concurrency)
     longest = max(len(record.prompt_ids) + len(record.token_ids) for record in records)
-    pool = pool_tokens(longest, config.page_size) if on_cpu else max(CONTEXT_TOKENS, longest)
+    room = CONTEXT_ROOM * (CPU_BATCHES[-1] if on_cpu else CONTEXT_BATCH)
+    pool = max(room, pool_tokens(longest, config.page_size))
     bare = dataclasses.replace(
         config, **only(first, config), dtype=info["dtype"], enforce_eager=True, kv_cache_tokens=pool
     )

@@ -20,12 +20,20 @@ def library_path() -> Path:
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of the CUDA 13 pip packages in this environment (nvidia-cuda-nvcc), else the one on PATH."""
+    """$CUDACXX, else nvcc of the CUDA 13 pip packages in this environment (nvidia-cuda-nvcc), else the one on PATH."""
     packaged = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvcc"
-    if packaged.exists():
-        return packaged
-    found = shutil.which("nvcc")
+    found = shutil.which(os.environ.get("CUDACXX") or (packaged if packaged.exists() else "nvcc"))
     return Path(found) if found else None
+
+
+def missing(major: int, minor: int) -> str | None:
+    """What to tell who has a GPU of this compute capability and not the library for it; None: nothing."""
+    if f"{major}{minor}a" not in ARCHITECTURES or library_path().exists():
+        return None
+    how = (
+        "python -m tokenspeed.kernels.build" if SOURCES.is_dir() else "pip install . in a checkout, with nvcc"
+    )
+    return f"the CUDA C++ kernels are not built, so Triton's run in their place; to build them: {how}"
 
 
 def build(target: Path, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:

@@ -16,28 +16,37 @@ _MAX_SIZE = 4 * 1024 * _WIDTH  # 4 times for each of 1024 threads
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(library_path()))
-    pointer, wide = ctypes.c_void_p, ctypes.c_int64
-    library.tokenspeed_add_rms_norm.argtypes = [
+def library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library_path()))
+    pointer, wide, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    loaded.tokenspeed_add_rms_norm.argtypes = [
         *[pointer] * 4,
         *[wide] * 3,
-        ctypes.c_int,
+        number,
         ctypes.c_float,
-        *[ctypes.c_int] * 3,
+        *[number] * 3,
         pointer,
     ]
-    library.tokenspeed_add_rms_norm.restype = ctypes.c_int
-    return library
+    loaded.tokenspeed_few_rows.argtypes = [*[pointer] * 3, *[number] * 4, *[wide] * 2, *[number] * 3, pointer]
+    return loaded
+
+
+def built() -> bool:
+    """Whether the library is there, can be loaded, and has code for this process's GPU."""
+    if torch.version.cuda is None or not torch.cuda.is_available() or not library_path().exists():
+        return False
+    try:
+        library()
+    except OSError:  # built for another system
+        return False
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}a" in ARCHITECTURES
 
 
 @functools.cache
 def ready() -> bool:
-    """Whether the library is built, has code for this GPU and gives the reference's values on it."""
-    if torch.version.cuda is None or not torch.cuda.is_available() or not library_path().exists():
-        return False
-    major, minor = torch.cuda.get_device_capability()
-    if f"{major}{minor}a" not in ARCHITECTURES:
+    """Whether add_rms_norm is built and gives the reference's values on this GPU."""
+    if not built():
         return False
     generator = torch.Generator().manual_seed(0)
     for dtype, of_x, of_residual in itertools.product(_DTYPES, *[(None, torch.float32)] * 2):
@@ -79,7 +88,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         return out
     stream = torch.cuda.current_stream(x.device).cuda_stream
     with torch.cuda.device(x.device):
-        code = _library().tokenspeed_add_rms_norm(
+        code = library().tokenspeed_add_rms_norm(
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),

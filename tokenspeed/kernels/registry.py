@@ -91,10 +91,10 @@ OPS |= {
 }
 # The same by the two ops that it joins, each as the registry has it: TOKENSPEED_KERNELS=rope_tree_attention=parts.
 OPS["rope_tree_attention"]["parts"] = Impl("tokenspeed.kernels.parts:rope_tree_attention", "any")
-# The last of the programs that share a row's keys combines what they found: no second launch. To be measured.
-for _op in ("tree_attention", "rope_tree_attention"):
-    OPS[_op]["alone"] = _triton("tree_attention", f"{_op}_alone")
-# CUDA C++ kernels come behind Triton until they are measured to be faster: TOKENSPEED_KERNELS asks for them.
+# CUDA C++ kernels come before Triton where they were measured to be faster; otherwise TOKENSPEED_KERNELS asks for them.
+for _op in ("linear_rows", "linear_sums", "gate_up_silu"):
+    _impl = Impl(f"tokenspeed.kernels.cuda_few_rows:{_op}", "cuda", "tokenspeed.kernels.cuda_few_rows:ready")
+    OPS[_op] = {"cuda": _impl, **OPS[_op]}
 OPS["add_rms_norm"]["cuda"] = Impl(
     "tokenspeed.kernels.cuda:add_rms_norm", "cuda", "tokenspeed.kernels.cuda:ready"
 )

@@ -5,7 +5,9 @@ from bisect import bisect_left
 
 from tokenspeed.config import Shape
 
-_RATE, _MOST = 0.1, 0.1  # share of a deviation that is believed, and the most of it in one round (logarithms)
+# Shares of a deviation that are believed to be this round's own, and every round's: a machine slows down as a whole.
+_OWN_RATE, _SHARED_RATE = 0.1, 0.2
+_MOST = 0.5  # the largest deviation, a logarithm, that is taken from one round
 
 
 class Costs:
@@ -35,22 +37,27 @@ class Costs:
             raise ValueError("every batch needs the time of a plain round")
         self._logs = {key: math.log(time) for key, time in table.items()}
         self._per_token, self._padded = per_token or {}, padded
+        self._shared = 0.0  # logarithm of how much slower everything is than the table
 
     def time(self, batch: int, shape: Shape | None, context: int = 0) -> float:
         """Expected microseconds of a round of `batch` requests with `context` tokens in all."""
-        return self._without_context(batch, shape) + self._per_token.get(shape, 0.0) * context
+        time = self._without_context(batch, shape) + self._per_token.get(shape, 0.0) * context
+        return math.exp(self._shared) * time
 
     def learn(self, batch: int, shape: Shape | None, context: int, elapsed: float) -> None:
-        """Books a round that took `elapsed` microseconds. One outlier moves little."""
-        context_time = self._per_token.get(shape, 0.0) * context
-        seen, expected = max(elapsed - context_time, 0.1 * elapsed), self._without_context(batch, shape)
-        if seen <= 0 or expected == math.inf:
+        """Books a round that took `elapsed` microseconds. One outlier moves little.
+
+        Most of a deviation moves all times alike: those of shapes that are not in use would grow old otherwise, and
+        a machine that has slowed down would make each of them look fast.
+        """
+        expected = self.time(batch, shape, context)
+        if elapsed <= 0 or expected == math.inf:
             return
-        off = math.log(seen / expected)
-        off = min(max(_RATE * off, -_MOST), _MOST)
+        off = min(max(math.log(elapsed / expected), -_MOST), _MOST)
+        self._shared += _SHARED_RATE * off
         for at in self._around(batch):
             if (at, shape) in self._logs:
-                self._logs[at, shape] += off
+                self._logs[at, shape] += _OWN_RATE * off
 
     def _without_context(self, batch: int, shape: Shape | None) -> float:
         around = self._around(batch)

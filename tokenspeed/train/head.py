@@ -17,6 +17,7 @@ from tokenspeed.train.target import Inputs, Target
 _ROWS = 8192  # outputs a step
 _CHUNK = 4096  # rows of logits at a time
 _LR = 2e-3
+_SPREAD = 0.01  # of the outputs' mean square, added in every direction: a batch does not show all of them
 
 
 class HeadStage:
@@ -34,7 +35,8 @@ class HeadStage:
         self.target, self.draft, self.candidates = target, draft, options.num_candidates
         device = draft.device
         self.lr = torch.zeros((), device=device)
-        self.up, self.down = svd_start(target.head, options.rank)
+        self.up, self.down = low_rank_start(target.head, options.rank)
+        self.begun = False  # True where the factors are those of the draft that the run starts from
         self._adamw = AdamW([self.up, self.down])
         self._sums = StepSums(options.unroll, device)
 
@@ -43,16 +45,30 @@ class HeadStage:
         return found | {f"adamw.{name}": t for name, t in self._adamw.state().items()}
 
     @torch.no_grad()
+    def begin(self, inputs: Inputs) -> None:
+        """Starts from the factors that fit the outputs of a first batch best, unless they are an existing draft's."""
+        if self.begun:
+            return
+        out, valid = self._outputs(inputs)
+        up, down = low_rank_start(self.target.head, len(self.down), out[valid])
+        self.up.copy_(up)
+        self.down.copy_(down)
+
+    @torch.no_grad()
     def step(self, inputs: Inputs) -> None:
-        _, aux = self.target.read(inputs)
-        out = self.draft.unroll(inputs, aux)
-        valid, _ = outputs_used(inputs, out.shape[1])
+        out, valid = self._outputs(inputs)
         weight = (valid / valid.sum().clamp(min=1)).flatten()
         loss, recalled, grads = low_rank_loss(
             out.flatten(0, 2), weight, self.target.head, self.up, self.down, self.candidates
         )
         self._adamw.step(grads, self.lr)
         self._sums.add(loss, recalled.view(valid.shape), valid)
+
+    def _outputs(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The draft's outputs [B, S, M, H], and which of them lie within their texts, bool [B, S, M]."""
+        _, aux = self.target.read(inputs)
+        out = self.draft.unroll(inputs, aux)
+        return out, outputs_used(inputs, out.shape[1])[0]
 
     def report(self) -> dict[str, Any]:
         loss, recall, starts = self._sums.take()
@@ -66,18 +82,28 @@ def head_shape(shape: Shape) -> Shape:
 
 
 @torch.no_grad()
-def svd_start(head: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """up [V, r] and down [r, H], float32, whose product is the best approximation of `head` [V, H].
+def low_rank_start(head: Tensor, rank: int, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """up [V, r] and down [r, H], float32, that come closest to `head` [V, H]: as matrices, or in the scores of `out`.
 
-    The right factors are eigenvectors of the small head^T head, which spares the decomposition of [V, H].
+    Outputs lie in few directions, and those may be weak ones of `head`. So with C = mean of x x^T it is
+    head C^1/2 whose best approximation is wanted, which C^-1/2 then leads back. Its right factors are eigenvectors of
+    the small C^1/2 head^T head C^1/2, which spares the decomposition of [V, H].
+
+    Args:
+        out: [n, H] of the draft.
     """
-    wide = head.float()
-    gram = (wide.t() @ wide).double()
-    values, vectors = torch.linalg.eigh(gram)  # ascending
+    wide, size = head.float(), head.shape[1]
+    root, back = (torch.eye(size, dtype=torch.float64, device=head.device) for _ in range(2))
+    if out is not None and len(out):
+        second = (out.float().t() @ out.float()).double() / len(out)
+        second += _SPREAD * second.trace() / size * root
+        values, vectors = torch.linalg.eigh(second)
+        root, back = (vectors * values**power @ vectors.t() for power in (0.5, -0.5))
+    values, vectors = torch.linalg.eigh(root @ (wide.t() @ wide).double() @ root)  # ascending
     values, right = values[-rank:].clamp(min=0).flip(0), vectors[:, -rank:].flip(1)
     scale = values.sqrt().sqrt().clamp(min=1e-12)  # the root of a singular value for each factor
-    down = (right * scale).t().float().contiguous()
-    up = (wide @ (right / scale).float()).contiguous()
+    down = (back @ (right * scale)).t().float().contiguous()
+    up = (wide @ (root @ (right / scale)).float()).contiguous()
     return up, down
 
 

@@ -37,6 +37,9 @@ class DraftStage:
         found |= {f"muon.{name}": t for name, t in self._muon.state().items()}
         return found | {f"adamw.{name}": t for name, t in self._adamw.state().items()}
 
+    def begin(self, inputs: Inputs) -> None:
+        """The first weights do not depend on data."""
+
     def step(self, inputs: Inputs) -> None:
         hidden, aux = self.target.read(inputs)
         out = self.draft.unroll(inputs, aux)

@@ -66,3 +66,4 @@ def start_head(stage: HeadStage, weights: dict[str, Tensor]) -> None:
     if up is not None and up.shape == stage.up.shape:
         stage.up.copy_(up)
         stage.down.copy_(down)
+        stage.begun = True

@@ -34,6 +34,10 @@ class Stage(Protocol):
         """Everything that a step changes and that decides later steps, by name; changed in place."""
         ...
 
+    def begin(self, inputs: Inputs) -> None:
+        """Before the first step of all, with its inputs."""
+        ...
+
     def step(self, inputs: Inputs) -> None:
         """One update, without a host sync and in fixed memory."""
         ...
@@ -146,6 +150,8 @@ class Loop:
             if fraction >= 1.0:
                 break
             self._set_up(batches, fraction)
+            if not self.done:
+                self.stage.begin(self._inputs)
             next(do_step)
             self.done += 1
             self.elapsed = time.perf_counter() - begun

@@ -1,11 +1,13 @@
 """How long rounds take on this machine: measured when the worker starts, and by `tokenspeed calibrate`."""
 
 import hashlib
+import math
 import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ REPEATS, PATIENCE = 3, 0.5  # rounds timed of a kind; seconds after which one is
 CPU_BATCHES = (1, 2, 4, 8)  # in between, times are interpolated
 CONTEXT = 1024  # tokens a request, for what context costs
 CONTEXT_BATCH = 64  # requests at most, for the same
-CONTEXT_TOKENS = CONTEXT_BATCH * (CONTEXT + 256)  # of a pool that has room for it
+CONTEXT_ROOM = CONTEXT + 256  # tokens of a pool that it takes for each of them
 
 Ladder = Mapping[int, Sequence[Shape | None]]  # what is timed (or captured) for each batch
 Progress = Callable[[str, int, int], None]
@@ -68,7 +70,7 @@ def _fingerprint(directory: str) -> str:
 
 @torch.inference_mode()
 def calibrate(engine: Engine, graphs: GraphSet | None, ladder: Ladder, progress: Progress) -> Calibration:
-    """Times each batch and tree of `ladder`, the least of a few rounds; with graphs also what context costs.
+    """Times each batch and tree of `ladder`, the least of a few rounds, and what context costs each tree.
 
     Must run before the first request: it uses slots and pages as if nothing lay there.
 
@@ -78,19 +80,15 @@ def calibrate(engine: Engine, graphs: GraphSet | None, ladder: Ladder, progress:
     """
     run = _replay(graphs) if graphs else _eager(engine)
     todo = [(batch, shape) for batch, shapes in ladder.items() for shape in shapes]
-    times = {}
-    for done, (batch, shape) in enumerate(todo):
-        progress("timing rounds", done, len(todo))
-        times[batch, shape] = _time(run, [engine.state.dummy] * batch, shape)
+    rounds = [partial(run, [engine.state.dummy] * batch, shape) for batch, shape in todo]
+    times = _least(rounds, progress)
     per_token = {}
-    if graphs:
-        for shape in dict.fromkeys(shape for _, shape in todo):
-            batches = [batch for batch, shapes in ladder.items() if shape in shapes]
-            batch = max((b for b in batches if b <= CONTEXT_BATCH), default=min(batches))
-            per_token[shape] = _context_cost(engine, run, batch, shape)
-    progress("timing rounds", len(todo), len(todo))
+    for shape in dict.fromkeys(shape for _, shape in todo):
+        batches = [batch for batch, shapes in ladder.items() if shape in shapes]
+        batch = max((b for b in batches if b <= CONTEXT_BATCH), default=min(batches))
+        per_token[shape] = _context_cost(engine, run, batch, shape)
     return Calibration(
-        times=[(batch, size_of(shape), round(us, 1)) for (batch, shape), us in times.items()],
+        times=[(batch, size_of(shape), round(us, 1)) for (batch, shape), us in zip(todo, times, strict=True)],
         per_token=[(size_of(shape), us) for shape, us in per_token.items()],
         padded=graphs is not None,
     )
@@ -115,26 +113,36 @@ def _eager(engine: Engine) -> Callable[[list[int], Shape | None], None]:
     return run
 
 
-def _time(run: Callable, slots: list[int], shape: Shape | None) -> float:
-    """Microseconds."""
-    times: list[float] = []
-    while len(times) <= REPEATS and sum(times) < PATIENCE:
-        started = time.perf_counter()
-        run(slots, shape)
-        times.append(time.perf_counter() - started)
-    return min(times) * 1e6
+def _least(rounds: Sequence[Callable[[], None]], progress: Progress | None = None) -> list[float]:
+    """Microseconds of each, the least of a few runs. They take turns: a slow moment of the machine meets all alike."""
+    least, spent = [math.inf] * len(rounds), [0.0] * len(rounds)
+    turns = [i for _ in range(1 + REPEATS) for i in range(len(rounds))]
+    for done, i in enumerate(turns):
+        if progress:
+            progress("timing rounds", done, len(turns))
+        if spent[i] < PATIENCE:
+            started = time.perf_counter()
+            rounds[i]()
+            elapsed = time.perf_counter() - started
+            least[i], spent[i] = min(least[i], elapsed * 1e6), spent[i] + elapsed
+    if progress:
+        progress("timing rounds", len(turns), len(turns))
+    return least
 
 
 def _context_cost(engine: Engine, run: Callable, batch: int, shape: Shape | None) -> float:
     """Microseconds a round takes longer for each token of context, at least 0."""
     slots = list(range(min(batch, engine.state.num_slots)))
-    times = []
-    for length in (2, CONTEXT):
-        with requests(engine, slots, length) as fits:
-            if not fits:
-                return 0.0
-            times.append(_time(run, slots, shape))
-    return max(0.0, (times[1] - times[0]) / (len(slots) * (CONTEXT - 2)))
+
+    def round_at(length: int) -> None:
+        engine.state.lengths[slots] = length
+        run(slots, shape)
+
+    with requests(engine, slots, CONTEXT) as fits:
+        if not fits:
+            return 0.0
+        short, long = _least([partial(round_at, length) for length in (2, CONTEXT)])
+    return max(0.0, (long - short) / (len(slots) * (CONTEXT - 2)))
 
 
 @contextmanager

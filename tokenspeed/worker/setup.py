@@ -15,6 +15,7 @@ from tokenspeed.attention.select import Backend
 from tokenspeed.config import Config, Resolved
 from tokenspeed.errors import ConfigError
 from tokenspeed.hub.checkpoint import num_elements
+from tokenspeed.kernels.build import missing
 from tokenspeed.layers.rotary import rope_table
 from tokenspeed.models.weights import load_model
 from tokenspeed.sampling.edits import LogitEdits
@@ -53,6 +54,7 @@ def build(resolved: Resolved, progress: Progress) -> Built:
     config = resolved.config
     device = choose_device(config.device)
     on_cpu = device.type == "cpu"
+    tell_missing_kernels(device)
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     dtype = choose_dtype(config.dtype, device, resolved)
@@ -193,6 +195,14 @@ def choose_device(name: str) -> torch.device:
             "--device cuda: torch sees no GPU; install a CUDA or ROCm build of torch, or use --device cpu"
         )
     return torch.device(name)
+
+
+def tell_missing_kernels(device: torch.device) -> None:
+    """Logs one line on an NVIDIA GPU that csrc has kernels for and this installation has not."""
+    if device.type == "cuda" and torch.version.cuda is not None:
+        line = missing(*torch.cuda.get_device_capability(device))
+        if line is not None:
+            log.info(line)
 
 
 def choose_dtype(name: str, device: torch.device, resolved: Resolved) -> torch.dtype:

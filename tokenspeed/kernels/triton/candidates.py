@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenspeed.kernels.rows import Draw
 from tokenspeed.kernels.triton.noise import run_noise, token_noise
+from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
 _LOW = tl.constexpr(-1e30)  # stands for -inf and NaN among what can still be picked; -inf is what was picked
 _SCAN = 2048  # values a program of the first pass reads
@@ -77,8 +78,10 @@ def candidate_scan_kernel(
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Maxima of COUNT blocks of one row, and the programs' own (maximum, sum of exponentials)."""
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COUNT
     blocks = first + tl.arange(0, COUNT)
@@ -131,8 +134,10 @@ def candidate_select_kernel(
     KEPT: tl.constexpr,
     PARTIAL: tl.constexpr,
     SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: the `count` blocks with the largest maxima, then the `count` best values in them, by place."""
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     best = tl.load(maxima + row * num_blocks + blocks, blocks < num_blocks, float("-inf"))
@@ -177,9 +182,19 @@ def candidate_select_kernel(
 
 @triton.jit
 def row_dots_kernel(
-    x, table, indices, out, size, stride, count, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr
+    x,
+    table,
+    indices,
+    out,
+    size,
+    stride,
+    count,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Dots of one row with BLOCK_C of its own rows of the table."""
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     rows = tl.load(indices + row * count + mine, mine < count, 0)
@@ -214,8 +229,10 @@ def best_candidates_kernel(
     DRAWN: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The k best of one row's candidates, equal ones by place, and their log-probabilities."""
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     column, child = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
     x = tl.load(scores + row * count + column, column < count, float("-inf"))
@@ -301,6 +318,7 @@ def top_candidates(
         BLOCK=block,
         COUNT=per_program,
         num_warps=4,
+        **early_options(),
     )
     candidate_select_kernel[(rows,)](
         scores,
@@ -322,6 +340,7 @@ def top_candidates(
         PARTIAL=triton.next_power_of_2(num_partial),
         SHORT=scores.dtype == torch.bfloat16,
         num_warps=8,
+        **early_options(),
     )
     return candidates, share
 
@@ -341,6 +360,7 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
         BLOCK_C=_BLOCK_C,
         BLOCK_H=_BLOCK_H,
         num_warps=4,
+        **early_options(),
     )
     return out
 
@@ -370,5 +390,6 @@ def best_candidates(
         BLOCK_C=triton.next_power_of_2(count),
         BLOCK_K=triton.next_power_of_2(max(k, 16)),
         num_warps=2,
+        **early_options(),
     )
     return best, logprobs

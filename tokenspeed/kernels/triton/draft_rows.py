@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.triton.norm import num_warps
+from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
 _BLOCK = 128
 
@@ -23,8 +24,10 @@ def draft_rows_kernel(
     lanes,
     num_positions,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One request; `lanes` = (S - 1) K of it."""
+    wait_early(PDL)
     request = tl.program_id(0).to(tl.int64)
     last = tl.load(last_indices + request)
     tl.store(prefix_lens + request, (last + 1).to(tl.int32))
@@ -55,8 +58,10 @@ def draft_input_kernel(
     NORMED: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (row, 0) takes the embedding, (row, 1) the state; `rows` of `state` a request."""
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     half = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
@@ -110,6 +115,7 @@ def draft_rows(
         num_positions,
         BLOCK=_BLOCK,
         num_warps=4,
+        **early_options(),
     )
     return prefix_lens, root, *found
 
@@ -150,5 +156,6 @@ def draft_input(
             SIZE=size,
             BLOCK=block,
             num_warps=num_warps(block),
+            **early_options(),
         )
     return out, residual

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenspeed.kernels.triton.pdl import early_options, wait_early
+
 _LOW = tl.constexpr(-1e30)  # stands for -inf among what can still be picked; -inf is what was picked
 
 
@@ -33,8 +35,10 @@ def grow_tree_kernel(
     last,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Records the k children of each of the rows, and picks of them all the k best as lanes."""
+    wait_early(PDL)
     request = tl.program_id(0).to(tl.int64)
     row, child = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     own = request * rows + row
@@ -91,8 +95,10 @@ def build_tree_kernel(
     nodes,
     COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Ranks a request's candidates, keeps nodes - 1 of them, and numbers these depth-first."""
+    wait_early(PDL)
     request = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, COUNT)
     scores = all_scores + request * total
@@ -187,6 +193,7 @@ def grow_tree(
         BLOCK_R=_block(rows),
         BLOCK_K=_block(k),
         num_warps=4,
+        **early_options(),
     )
     return found
 
@@ -214,5 +221,6 @@ def build_tree(
         COUNT=128 if total <= 128 else 1024,
         BLOCK_N=block,
         num_warps=4,
+        **early_options(),
     )
     return tuple(found)

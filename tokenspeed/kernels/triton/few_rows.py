@@ -131,7 +131,7 @@ def linear_sums(x: Tensor, weight: Tensor, tile: Tile | None = None, pdl: bool |
     """See `tokenspeed.kernels.linear_sums`."""
     rows, (num_out, size) = x.shape[0], weight.shape
     tile = (tile or sums_tile(num_out, size)).of(x.dtype)
-    splits = triton.cdiv(size, _span(size, tile))
+    splits = triton.cdiv(size, span_of(size, tile))
     out = torch.empty((splits, rows, num_out), dtype=torch.float32, device=x.device)
     _launch(x, weight, out, tile, False, pdl)
     return out
@@ -160,13 +160,18 @@ def sums_tile(num_out: int, size: int) -> Tile:
     return Tile(64, 128, 6, split=max(1, min(_MAX_SPLIT, split, size // 512)))
 
 
+def num_sums(num_out: int, size: int, dtype: torch.dtype) -> int:
+    """S of linear_sums, for weights [num_out, size]."""
+    return triton.cdiv(size, span_of(size, sums_tile(num_out, size).of(dtype)))
+
+
 def gated_tile(num_out: int) -> Tile:
     """For gate_up_silu: 64 of gate and 64 of up where that makes enough programs, else fewer."""
     rows = next((rows for rows in (128, 64) if num_out // (rows // 2) >= _PROGRAMS), 32)
     return Tile(rows, 64 if rows == 128 else 128, 6)
 
 
-def _span(size: int, tile: Tile) -> int:
+def span_of(size: int, tile: Tile) -> int:
     """How much of K each program takes, a multiple of the tile's depth."""
     return triton.cdiv(size, tile.split * tile.depth) * tile.depth
 
@@ -179,7 +184,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool, pdl
     if not rows:
         return
     block_t = min(MAX_BLOCK_T, max(8, triton.next_power_of_2(rows)))
-    span = _span(size, tile)
+    span = span_of(size, tile)
     splits = triton.cdiv(size, span)
     ahead = tile.ahead
     last = size - (splits - 1) * span

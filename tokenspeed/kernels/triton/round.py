@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenspeed.kernels.triton.pdl import early_options, wait_early
+
 _BLOCK = 1024  # elements of a row that a program copies
 
 
@@ -24,7 +26,9 @@ def read_slots_kernel(
     aux_size,
     stride_table,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_early(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -58,7 +62,9 @@ def place_nodes_kernel(
     page_size,
     num_columns,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_N)
     inside, at = node < num_nodes, row * num_nodes + node
@@ -84,7 +90,9 @@ def accept_kernel(
     width,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     node, step = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
     inside, first = node < num_nodes, row * num_nodes
@@ -139,7 +147,9 @@ def commit_kernel(
     num_columns,
     dummy,
     BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, BLOCK_W)
     inside, at = step < width, row * width + step
@@ -174,7 +184,9 @@ def keep_aux_kernel(
     aux_size,
     page_size,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_early(PDL)
     at = tl.program_id(0).to(tl.int64)
     row, step = at // width, at % width
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -214,6 +226,7 @@ def read_slots(
         block_table.stride(0),
         BLOCK=_BLOCK,
         num_warps=4,
+        **early_options(),
     )
     return tokens, indices, indices32, table, root_aux
 
@@ -234,6 +247,7 @@ def place_nodes(
         table.shape[1],
         BLOCK_N=_nodes(nodes),
         num_warps=1,
+        **early_options(),
     )
     return found
 
@@ -257,6 +271,7 @@ def accept(
         BLOCK_N=_nodes(nodes),
         BLOCK_W=_nodes(width),
         num_warps=4 if nodes > 16 else 1,
+        **early_options(),
     )
     return path, count, emitted, failed
 
@@ -294,6 +309,7 @@ def commit(
         len(lengths) - 1,
         BLOCK_W=_nodes(width),
         num_warps=1,
+        **early_options(),
     )
     return found
 
@@ -327,6 +343,7 @@ def keep_aux(
         page_size,
         BLOCK=_BLOCK,
         num_warps=4,
+        **early_options(),
     )
     return out
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed.kernels.triton.noise import gumbel_of, philox_words
+from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
 _BLOCK = 4096
 
@@ -94,8 +95,9 @@ def _draw(row, vocab, factor, edge, seed, position, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sample_best_kernel(logits, part_peak, part_token, stride, vocab, BLOCK: tl.constexpr):
+def sample_best_kernel(logits, part_peak, part_token, stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Largest logit of BLOCK of one row's, NaN if there is one, and the lowest token that has it."""
+    wait_early(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + cols, cols < vocab, float("-inf"))
@@ -127,7 +129,9 @@ def sample_kernel(
     BY_SLOT: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_early(PDL)
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     slot = index
@@ -178,7 +182,14 @@ def sample(
         peaks = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
         tokens = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
         sample_best_kernel[(rows, parts)](
-            logits, peaks, tokens, logits.stride(0), vocab, BLOCK=block, num_warps=4
+            logits,
+            peaks,
+            tokens,
+            logits.stride(0),
+            vocab,
+            BLOCK=block,
+            num_warps=4,
+            **early_options(),
         )
         sample_kernel[(rows,)](
             logits,
@@ -200,5 +211,6 @@ def sample(
             PARTS=triton.next_power_of_2(parts),
             BLOCK=block,
             num_warps=8,
+            **early_options(),
         )
     return out

@@ -1,13 +1,10 @@
 """Attention of tree nodes over pages and a masked tail, in Triton: decode, drafting and verification.
 
-Flash-decoding (Dao et al. 2023): the rows of all nodes and of all q heads of one kv head make one tile, so K/V is
-read once for a whole tree; the keys are split among programs, and a second kernel, or on demand the last of them to
-arrive, combines their partial softmaxes (combine.py). RoPE and the store of the rows' own K and V come with it where
-they are asked for: the program that has a tile's tail rotates the keys there. No program reads the keys that this
-launch stores.
+Flash-decoding (Dao et al. 2023): the rows of all nodes and of all q heads of one kv head make one tile, so
+K/V is read once for a whole tree; the keys are split among programs and a second kernel (combine.py) combines
+their partial softmaxes. RoPE and the store of the rows' own K and V come with it where they are asked for: the
+program that has a tile's tail rotates the keys there. No program reads what this launch stores.
 """
-
-from functools import partial
 
 import torch
 import triton
@@ -15,14 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed.kernels.triton.combine import (
-    arrivals,
-    arrives_last,
-    combine,
-    merge_chunk,
-    merge_parts,
-    num_splits,
-)
+from tokenspeed.kernels.triton.combine import combine, num_splits
 from tokenspeed.kernels.triton.flash import (
     check_dense,
     check_layout,
@@ -61,7 +51,6 @@ def tree_attention_kernel(
     part_acc,
     part_peak,
     part_total,
-    arrived,
     scale,
     first_key,
     window,
@@ -84,20 +73,15 @@ def tree_attention_kernel(
     ROPE: tl.constexpr,
     BUFFER: tl.constexpr,
     SPLIT: tl.constexpr,
-    ALONE: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """ROPE: q is not rotated yet, and tail keys from tail_start on are the rows' own: k and v, rotated and stored here.
-    BUFFER: tail keys before tail_start are in tail_k and tail_v. SPLIT: a tile's keys are shared by programs, and with
-    ALONE the last of them to arrive writes `out`.
+    BUFFER: tail keys before tail_start are in tail_k and tail_v.
     """
     if PDL:
         gdc_wait()
@@ -122,12 +106,10 @@ def tree_attention_kernel(
     span = tl.maximum(prefix - low, 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(span, num_splits), BLOCK_S), 1) * BLOCK_S
     tail_split = tl.minimum(tl.cdiv(span, share), num_splits - 1)
-    line = row * (NUM_KV_HEADS * GROUP) + q_head
-    part = line * num_splits + split
+    part = (row * (NUM_KV_HEADS * GROUP) + q_head) * num_splits + split
     if SPLIT and split > tail_split:  # a graph's launch is for the longest context
-        if not ALONE:
-            tl.store(part_peak + part, float("-inf"), present)
-            tl.store(part_total + part, 0.0, present)
+        tl.store(part_peak + part, float("-inf"), present)
+        tl.store(part_total + part, 0.0, present)
         return
 
     # Pages are looked up a block ahead, the first time before q is waited for.
@@ -206,30 +188,9 @@ def tree_attention_kernel(
         tl.store(part_acc + part[:, None] * DIM + dims[None, :], acc, tile)
         tl.store(part_peak + part, peak, present)
         tl.store(part_total + part, total, present)
-    if ALONE:
-        if not arrives_last(arrived + tl.program_id(0) * NUM_KV_HEADS + head, tail_split + 1):
-            return
-        # A tile has 16 rows or more for the sake of the MMA; here only those that may be present count.
-        rows = row_block * BLOCK_R + tl.arange(0, BLOCK_M)
-        present = rows < num_nodes * GROUP
-        line = (request * num_nodes + rows // GROUP) * (NUM_KV_HEADS * GROUP) + head * GROUP + rows % GROUP
-        tile = present[:, None] & in_head[None, :]
-        result = merge_parts(
-            part_acc,
-            part_peak,
-            part_total,
-            line * num_splits,
-            present,
-            tail_split + 1,
-            DIM,
-            BLOCK_SPLITS,
-            CHUNK,
-            BLOCK_D,
-        )
     else:
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if ALONE or not SPLIT:
-        tl.store(out + line[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), tile)
+        tl.store(out + part[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), tile)
 
 
 def tree_attention(
@@ -246,14 +207,12 @@ def tree_attention(
     scale: float,
     window: int | None,
     max_prefix: int | None = None,
-    alone: bool = False,
 ) -> Tensor:
-    """See `tokenspeed.kernels.tree_attention`. alone: as in _attend."""
+    """See `tokenspeed.kernels.tree_attention`."""
     check_layout(k_cache, tail_k, tail_v)
     pages, seen = (k_cache, v_cache, block_table, prefix_lens), (mask, indices, first, window, max_prefix)
     count = tail_k.shape[1]
-    tail = (tail_k, tail_v) if count else None
-    out = _attend(q.flatten(0, 1), pages, seen, scale, tail, count, count, None, alone)
+    out = _attend(q.flatten(0, 1), pages, seen, scale, (tail_k, tail_v) if count else None, count, count)
     return out.view(q.shape)
 
 
@@ -276,21 +235,15 @@ def rope_tree_attention(
     scale: float,
     window: int | None,
     max_prefix: int | None = None,
-    alone: bool = False,
 ) -> Tensor:
-    """See `tokenspeed.kernels.rope_tree_attention`. alone: as in _attend."""
+    """See `tokenspeed.kernels.rope_tree_attention`."""
     check_layout(k_cache, k, v)
     check_dense(cos_sin, positions, *(tail or ()), *(() if slots is None else (slots,)))
     pages, seen = (k_cache, v_cache, block_table, prefix_lens), (mask, indices, first, window, max_prefix)
     count = 0 if slots is None else tail_start + mask.shape[1]
     target = (k_cache, v_cache) if tail is None else tail
     rows = (k, v, cos_sin, positions, positions if slots is None else slots, *target)
-    return _attend(q, pages, seen, scale, tail if tail_start else None, tail_start, count, rows, alone)
-
-
-# For TOKENSPEED_KERNELS.
-tree_attention_alone = partial(tree_attention, alone=True)
-rope_tree_attention_alone = partial(rope_tree_attention, alone=True)
+    return _attend(q, pages, seen, scale, tail if tail_start else None, tail_start, count, rows)
 
 
 def _attend(
@@ -301,17 +254,15 @@ def _attend(
     tail: tuple[Tensor, Tensor] | None,
     tail_start: int,
     num_tail: int,
-    rows: tuple[Tensor, ...] | None,
-    alone: bool,
+    rows: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
-    """Launches one kernel or both.
+    """Launches both kernels.
 
     Args:
         q: [B * N, Hq, D]. pages: caches, block table, prefix lengths. seen: what rows see, from `mask` on.
         tail: (K, V) of the first tail_start of num_tail tail keys, where there are any.
         rows: the rest of the tail: k, v, cos_sin, positions and slots of the rows, K and V to store in. None: there is
             no rest, and q is rotated.
-        alone: the last program of a tile to arrive combines its splits, not another launch.
     """
     k_cache, v_cache, block_table, prefix_lens = pages
     mask, indices, first, window, max_prefix = seen
@@ -329,8 +280,6 @@ def _attend(
     tiles = batch * triton.cdiv(num_nodes * group, block_r)
     longest = block_table.shape[1] * page_size if max_prefix is None else max_prefix
     splits = num_splits(tiles * num_kv_heads, longest, q.device)
-    alone = alone and splits > 1
-    block_m = triton.next_power_of_2(min(num_nodes * group, block_r)) if alone else 1
     parts = torch.empty((num_rows * num_heads * splits, dim + 2), dtype=torch.float32, device=q.device)
     pdl = has_pdl()
     acc, peak, total = parts.flatten().split([parts.shape[0] * n for n in (dim, 1, 1)])
@@ -354,7 +303,6 @@ def _attend(
         acc,
         peak,
         total,
-        arrivals(q.device) if alone else prefix_lens,
         scale * _LOG2E,
         first,
         window or 0,
@@ -375,20 +323,16 @@ def _attend(
         ROPE=rows is not None,
         BUFFER=tail is not None,
         SPLIT=splits > 1,
-        ALONE=alone,
         PDL=pdl,
         PRECISION="ieee",
         BLOCK_R=block_r,
         BLOCK_S=key_block(dim, q.dtype),
         BLOCK_T=16 if num_tail <= 16 else 32,
         BLOCK_D=head_block(dim),
-        BLOCK_M=block_m,
-        BLOCK_SPLITS=triton.next_power_of_2(splits) if alone else 1,
-        CHUNK=merge_chunk(block_m),
         num_warps=4,
         num_stages=2,
         **launch_options(pdl),
     )
-    if splits > 1 and not alone:
+    if splits > 1:
         combine(acc, peak, total, out, splits)
     return out
