@@ -5,8 +5,9 @@
 The weights have Llama-3.1-8B's shapes; calls take 8 copies of them (3.5 GB) in turns, so that none is in a cache.
 All calls are captured in one CUDA graph and replayed: launches from the host are not measured, the gaps between kernels
 are. A time is of a product and what comes with it (SwiGLU, or the residual and its norm). `ratio` is over the weight's
-bytes at --tbps. Tiles that --seconds leaves no time for are skipped, many rows first. The last table is of 8 layers
-(norm, qkv, o, norm, gate-up, down; no attention) in a row, without and with programmatic dependent launch (PDL).
+bytes at --tbps. `csrc` is the same in CUDA C++, where it is built. Tiles that --seconds leaves no time for are skipped,
+many rows first. The last table is of 8 layers (norm, qkv, o, norm, gate-up, down; no attention) in a row, without and
+with programmatic dependent launch (PDL).
 It exits with 1 where a result is wrong, or where PDL changes its bits.
 """
 

@@ -111,7 +111,11 @@ def of_another_version(raw: dict) -> str:
     return json.dumps({**raw, "key": {**raw["key"], "tokenspeed": "0.0.1"}})
 
 
-@pytest.mark.parametrize("spoil", [None, corrupt, of_another_gpu, of_another_version])
+def of_other_kernels(raw: dict) -> str:
+    return json.dumps({**raw, "key": {**raw["key"], "csrc": True}})
+
+
+@pytest.mark.parametrize("spoil", [None, corrupt, of_another_gpu, of_another_version, of_other_kernels])
 def test_a_file_that_is_of_no_use_leads_to_a_calibration_at_start(models, caplog, spoil):
     """The engine starts all the same, and nothing of the file's times is left."""
     times = [[batch, size, 77.0] for batch in (1, 2, 4) for size in (None, [3, 2, 6])]

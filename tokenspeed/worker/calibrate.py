@@ -14,6 +14,7 @@ import torch
 
 from tokenspeed import __version__, kernels
 from tokenspeed.config import Resolved, Shape
+from tokenspeed.kernels import cuda
 from tokenspeed.spec.calibration import Calibration, size_of
 from tokenspeed.spec.options import trees_for
 from tokenspeed.worker.engine import Engine
@@ -54,6 +55,7 @@ def key_of(resolved: Resolved, device: str, dtype: torch.dtype) -> dict[str, str
         "batch_invariant": config.batch_invariant,
         "graphs": not config.enforce_eager,
         "kernels": os.environ.get(kernels.registry.ENV, ""),
+        "csrc": cuda.built(),
         "tokenspeed": __version__,
         "torch": torch.__version__,
     }
