@@ -1,11 +1,14 @@
 """Where the microseconds of a captured round go: its kernels, by name, as the profiler sees them on the GPU.
 
-    python benchmarks/anatomy.py MODEL [--draft D] [--shape 8/4/16] [--batch 1] [--context 256] [--name anatomy]
+    python benchmarks/anatomy.py MODEL [--draft D] [--shapes 8/4/16,5/4/16] [--batch 1] [--context 256] [--name anatomy]
 
-The round runs on made-up requests of equal length, replayed as in serving. `gaps` is the time between kernels.
+The round runs on made-up requests of equal length, replayed as in serving; a plain round comes first. Kernels overlap,
+so a kernel's own time says little: what it adds is the time from the last end of a kernel before it to its own end.
+These add up to the round. --timeline prints them in order.
 """
 
 import argparse
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -29,11 +32,11 @@ REPLAYS = 10
 
 def main() -> None:
     args = _parse()
-    config = Config(model=args.model, spec="eagle4", draft=args.draft, spec_shape=args.shape, enforce_eager=True,
+    config = Config(model=args.model, spec="eagle4", draft=args.draft, spec_shape=str(args.shapes[0]), enforce_eager=True,
                     kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.batch)  # fmt: skip
     engine = build(resolve(config, lambda *_: None), lambda *_: None).runner.engine
     rows = []
-    for shape in (None, parse_shape(args.shape)):
+    for shape in (None, *args.shapes):
         graphs = GraphSet(engine, {args.batch: (shape,)})
         graphs.capture(lambda *_: None)
         found = _round(engine, graphs, shape, args)
@@ -59,18 +62,31 @@ def _round(engine, graphs: GraphSet, shape, args: argparse.Namespace) -> dict:
             for _ in range(REPLAYS):
                 graphs.replay(slots, shape)
             torch.cuda.synchronize()
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[_short(event.name)].append(event.device_time_total)
-    kernels = [
-        {"kernel": name, "launches": len(found) / REPLAYS, "us": round(sum(found) / REPLAYS, 1)}
-        for name, found in times.items()
-    ]
-    kernels.sort(key=lambda row: -row["us"])
-    busy = sum(row["us"] for row in kernels)
-    return {"us": round(wall, 1), "busy_us": round(busy, 1), "gaps_us": round(wall - busy, 1),
-            "launches": sum(row["launches"] for row in kernels), "kernels": kernels}  # fmt: skip
+    timeline = _timeline(profiler)
+    launches, adds = defaultdict(int), defaultdict(float)
+    for name, added in timeline:
+        launches[name] += 1
+        adds[name] += added
+    kernels = [{"kernel": name, "launches": launches[name], "adds_us": round(adds[name], 1)} for name in adds]
+    kernels.sort(key=lambda row: -row["adds_us"])
+    if args.timeline:
+        for i, (name, added) in enumerate(timeline):
+            print(f"{i:5} {added:8.2f} us  {name}")
+    return {"us": round(wall, 1), "profiled_us": round(sum(adds.values()), 1), "launches": len(timeline),
+            "kernels": kernels}  # fmt: skip
+
+
+def _timeline(profiler: profile) -> list[tuple[str, float]]:
+    """The kernels of a round in the order of their starts, each with what it adds to the time, us; medians of the replays."""
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    each = len(events) // REPLAYS
+    assert each * REPLAYS == len(events), "a replay is not like the others"
+    end, added = events[0].time_range.start, []
+    for event in events:
+        added.append(max(0.0, event.time_range.end - end))
+        end = max(end, event.time_range.end)
+    return [(_short(event.name), statistics.median(added[i::each])) for i, event in enumerate(events[:each])]
 
 
 def _short(name: str) -> str:
@@ -79,20 +95,24 @@ def _short(name: str) -> str:
 
 
 def _print(row: dict) -> None:
-    print(f"\n{row['shape']}, {row['batch']} x {row['context']} tokens: {row['us']} us, of them busy {row['busy_us']}, "
-          f"{row['launches']:.0f} launches")  # fmt: skip
+    print(f"\n{row['shape']}, {row['batch']} x {row['context']} tokens: {row['us']} us, {row['launches']} launches")
     for kernel in row["kernels"][:40]:
-        print(f"{kernel['us']:9.1f} us {kernel['launches']:7.1f}  {kernel['kernel']}")
+        print(f"{kernel['adds_us']:9.1f} us {kernel['launches']:5}  {kernel['kernel']}")
+
+
+def _shapes(text: str) -> list:
+    return [parse_shape(shape) for shape in text.split(",")]
 
 
 def _parse() -> argparse.Namespace:
     parser = Parser(prog="anatomy.py", description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--draft")
-    parser.add_argument("--shape", default="8/4/16")
+    parser.add_argument("--shapes", type=_shapes, default="8/4/16", metavar="S/K/N,...")
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--context", type=positive, default=256)
     parser.add_argument("--kv-cache-tokens", type=positive, default=65536)
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--label")
     parser.add_argument("--name", default="anatomy", help="of the file in benchmarks/results")
     return parser.parse(sys.argv[1:])
