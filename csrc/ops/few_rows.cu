@@ -17,29 +17,27 @@ struct Call {
 
 template <typename T, typename Out, typename Tile, bool kEarly>
 cudaError_t launch(const Call& c) {
-    if (c.num_out % Tile::kCols || c.size % Tile::kDepth || c.span % Tile::kDepth || c.rows > tokenspeed::kFewRowsTokens)
+    if (c.num_out % Tile::kCols || c.size % Tile::kDepth || c.span % Tile::kDepth || c.rows > Tile::kTokens)
         return cudaErrorInvalidValue;
     const auto kernel = tokenspeed::few_rows<T, Out, Tile, kEarly>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(c.num_out / Tile::kCols, (c.size + c.span - 1) / c.span);
-    config.blockDim = dim3(tokenspeed::kFewRowsThreads);
-    config.dynamicSmemBytes = Tile::kShared;
-    config.stream = c.stream;
-    config.attrs = &attribute;
-    config.numAttrs = kEarly ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(c.x), static_cast<const T*>(c.weight),
-                              static_cast<Out*>(c.out), c.rows, c.num_out, c.size, c.span, c.stride_x, c.stride_w);
+    const dim3 grid(c.num_out / Tile::kCols, (c.size + c.span - 1) / c.span);
+    return tokenspeed::launch_early<kEarly>(kernel, grid, tokenspeed::kFewRowsThreads, Tile::kShared, c.stream,
+                                            static_cast<const T*>(c.x), static_cast<const T*>(c.weight),
+                                            static_cast<Out*>(c.out), c.rows, c.num_out, c.size, c.span, c.stride_x,
+                                            c.stride_w);
+}
+
+template <typename T, typename Out, int kRows, int kDepth, int kTokens, bool kGated>
+cudaError_t launch(const Call& c) {
+    using Tile = FewRowsTile<kRows, kDepth, kTokens, kGated>;
+    return c.early ? launch<T, Out, Tile, true>(c) : launch<T, Out, Tile, false>(c);
 }
 
 template <typename T, typename Out, int kRows, int kDepth, bool kGated>
 cudaError_t launch(const Call& c) {
-    using Tile = FewRowsTile<kRows, kDepth, 6, kGated>;  // 96 KiB, two blocks a multiprocessor
-    return c.early ? launch<T, Out, Tile, true>(c) : launch<T, Out, Tile, false>(c);
+    return c.rows <= 8 ? launch<T, Out, kRows, kDepth, 8, kGated>(c) : launch<T, Out, kRows, kDepth, 16, kGated>(c);
 }
 
 template <typename T>
@@ -48,6 +46,7 @@ cudaError_t launch(const Call& c, int op) {
         case 0: return launch<T, T, 32, 256, false>(c);
         case 1: return launch<T, float, 64, 128, false>(c);
         case 2: return launch<T, T, 128, 64, true>(c);
+        case 6: return launch<T, T, 128, 128, true>(c);
         default: return cudaErrorInvalidValue;
     }
 }

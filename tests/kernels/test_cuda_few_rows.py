@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tokenspeed.kernels import cuda, cuda_few_rows
-from tokenspeed.kernels.triton import few_rows
+from tokenspeed.kernels.triton import few_rows, norm
 
 OPS = ("linear_rows", "linear_sums", "gate_up_silu")
 
@@ -26,10 +26,10 @@ def asked(monkeypatch):
 def test_who_is_asked(op: str, asked):
     half = partial(torch.empty, dtype=torch.bfloat16)
     big = half(4096, 2048)
-    assert asked(op, half(1, 2048), big) == asked(op, half(8, 2048), big) == "cuda"
+    assert asked(op, half(1, 2048), big) == asked(op, half(16, 2048), big) == "cuda"
     assert asked(op, half(3, 4096)[:, :2048], half(4096, 4096)[:, 2048:]) == "cuda"
     for x, weight in (
-        (half(9, 2048), big),
+        (half(17, 2048), big),
         (half(0, 2048), big),
         (half(1, 2048).float(), big.float()),
         (half(1, 2056)[:, 1:2049], big),  # rows that start between 16 bytes
@@ -39,6 +39,21 @@ def test_who_is_asked(op: str, asked):
         (half(1, 1024), half(2048, 1024)),  # 4 MiB
     ):
         assert asked(op, x, weight) == "triton"
+
+
+def test_which_norms_stay_with_triton(monkeypatch):
+    monkeypatch.setattr(norm, "add_partials_rms_norm", lambda *args: "triton")
+    for rows, splits, size, dtype in (
+        (17, 4, 4096, torch.float32),
+        (0, 4, 4096, torch.float32),
+        (1, 5, 4096, torch.float32),
+        (1, 4, 576, torch.float32),  # one program a row is as fast
+        (1, 4, 4112, torch.float32),  # no whole parts
+        (1, 4, 4096, torch.bfloat16),
+    ):
+        residual, gain = torch.zeros(rows, size, dtype=dtype), torch.ones(size, dtype=torch.bfloat16)
+        partials = torch.zeros(splits, rows, size)
+        assert cuda_few_rows.add_partials_rms_norm(partials, residual, gain, 1e-5) == "triton"
 
 
 def test_a_library_that_cannot_be_loaded_is_none(monkeypatch, tmp_path):

@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
-FEW_ROWS = ("linear_rows", "linear_sums", "gate_up_silu")
+PRODUCTS = ("linear_rows", "linear_sums", "gate_up_silu")
+FEW_ROWS = (*PRODUCTS, "add_partials_rms_norm")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +56,7 @@ def test_products_of_any_shape(op: str, dtype: torch.dtype):
     CASES[op](getattr(cuda_few_rows, op), Maker("cuda", dtype))
 
 
-@pytest.mark.parametrize("rows", (1, 3, 8))
+@pytest.mark.parametrize("rows", (1, 3, 8, 13, 16))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
     ("op", "outputs", "size"),
@@ -96,8 +97,31 @@ def test_products(op: str, outputs: int, size: int, dtype: torch.dtype, rows: in
     assert len(launches) == 1 + len({0, rows // 2, rows - 1})
 
 
+@pytest.mark.parametrize("rows", (1, 5, 16))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(("splits", "size"), [(4, 4096), (1, 2048), (3, 2080), (2, 14336)])
+def test_norm_of_sums(dtype: torch.dtype, rows: int, splits: int, size: int, monkeypatch):
+    """Right, by CUDA, and the same bits time and again: blocks of a cluster wait for each other."""
+    monkeypatch.setattr(cuda_few_rows.norm, "add_partials_rms_norm", None)
+    m = Maker("cuda", torch.float32)
+    partials, start, gain = (
+        m.normal(splits, rows, size),
+        m.normal(rows, size + 4)[:, :size],
+        m.normal(size).to(dtype),
+    )
+    total = partials.double().sum(0) + start.double()
+    want = total / (total.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.double()
+    results = []
+    for _ in range(20):
+        residual = start.clone(memory_format=torch.preserve_format)
+        results.append(cuda_few_rows.add_partials_rms_norm(partials, residual, gain, 1e-5))
+        torch.testing.assert_close(residual.double(), total, atol=1e-5, rtol=1e-5)
+    close(results[0], want)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.skipif(not has_pdl(), reason="this GPU has no programmatic dependent launch")
-@pytest.mark.parametrize("rows", (1, 8, 9))
+@pytest.mark.parametrize("rows", (1, 8, 16, 17))
 def test_early_starts_change_no_bits(rows: int):
     """Layers in one graph, their buffers used again and again, as in test_gpu_kernels.py: three kernels may overlap."""
     m = Maker("cuda", torch.bfloat16)
@@ -108,8 +132,8 @@ def test_early_starts_change_no_bits(rows: int):
     gain, start, stream = m.normal(2048), m.normal(rows, 2048).float(), m.normal(rows, 2048).float()
 
     def layers(pdl: bool) -> torch.Tensor:
-        fn = {op: partial(getattr(cuda_few_rows, op), pdl=pdl) for op in FEW_ROWS}
-        norm = partial(OPS["add_partials_rms_norm"]["triton"].load(), pdl=pdl)
+        fn = {op: partial(getattr(cuda_few_rows, op), pdl=pdl) for op in PRODUCTS}
+        norm = partial(cuda_few_rows.add_partials_rms_norm, pdl=pdl)
         stream.copy_(start)
         x = gain.expand(rows, -1).contiguous()
         for wide, narrow, gate_up, down in weights * 4:

@@ -28,6 +28,14 @@ def library() -> ctypes.CDLL:
         pointer,
     ]
     loaded.tokenspeed_few_rows.argtypes = [*[pointer] * 3, *[number] * 4, *[wide] * 2, *[number] * 3, pointer]
+    loaded.tokenspeed_add_partials_rms_norm.argtypes = [
+        *[pointer] * 4,
+        *[number] * 3,
+        wide,
+        ctypes.c_float,
+        *[number] * 2,
+        pointer,
+    ]
     return loaded
 
 

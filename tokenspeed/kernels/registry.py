@@ -92,7 +92,7 @@ OPS |= {
 # The same by the two ops that it joins, each as the registry has it: TOKENSPEED_KERNELS=rope_tree_attention=parts.
 OPS["rope_tree_attention"]["parts"] = Impl("tokenspeed.kernels.parts:rope_tree_attention", "any")
 # CUDA C++ kernels come before Triton where they were measured to be faster; otherwise TOKENSPEED_KERNELS asks for them.
-for _op in ("linear_rows", "linear_sums", "gate_up_silu"):
+for _op in ("linear_rows", "linear_sums", "gate_up_silu", "add_partials_rms_norm"):
     _impl = Impl(f"tokenspeed.kernels.cuda_few_rows:{_op}", "cuda", "tokenspeed.kernels.cuda_few_rows:ready")
     OPS[_op] = {"cuda": _impl, **OPS[_op]}
 OPS["add_rms_norm"]["cuda"] = Impl(

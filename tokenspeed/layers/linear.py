@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tokenspeed import kernels
 from tokenspeed.distributed.comm import all_reduce
+from tokenspeed.layers import few_rows
 from tokenspeed.layers.few_rows import most_rows
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.parameter import Param, Params, Placement
@@ -131,7 +132,8 @@ class ColumnParallel:
         """The last parts alone, sharing this layer's weight. Ask before it is loaded."""
         first = sum(self.sizes[:-num_parts])
         weight, bias = self._linear.weight, self._linear.bias
-        return Linear(weight[first:], None if bias is None else bias[first:], self._place)
+        matmul = few_rows.linear(self._place, bias is not None)
+        return Linear(weight[first:], None if bias is None else bias[first:], self._place, matmul)
 
     def params(self, prefix: str) -> Params:
         weight, bias = self._linear.weight, self._linear.bias

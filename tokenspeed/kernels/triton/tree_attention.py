@@ -193,6 +193,10 @@ def tree_attention_kernel(
         tl.store(out + part[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), tile)
 
 
+def _warps(block_r: int) -> int:
+    return 8 if block_r == _MAX_ROWS else 4
+
+
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -329,7 +333,7 @@ def _attend(
         BLOCK_S=key_block(dim, q.dtype),
         BLOCK_T=16 if num_tail <= 16 else 32,
         BLOCK_D=head_block(dim),
-        num_warps=4,
+        num_warps=_warps(block_r),
         num_stages=2,
         **launch_options(pdl),
     )

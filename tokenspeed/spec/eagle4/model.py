@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenspeed import kernels
 from tokenspeed.distributed.groups import TensorParallel
+from tokenspeed.layers import few_rows
 from tokenspeed.layers.attention import Attend, SelfAttention
 from tokenspeed.layers.embedding import Embedding, VocabTable
 from tokenspeed.layers.few_rows import small_rows
@@ -50,7 +51,8 @@ class DraftModel:
         c, h, eps = config, config.hidden_size, config.rms_norm_eps
         self._own_table = VocabTable(c.vocab_size, h, place) if embedding is None else None
         self.embedding = Embedding(embedding if self._own_table is None else self._own_table)
-        self.fc = ColumnParallel(c.aux_size if c.wide else 2 * h, {"fc": h}, whole, fc_bias)
+        width = c.aux_size if c.wide else 2 * h
+        self.fc = ColumnParallel(width, {"fc": h}, whole, fc_bias, few_rows.linear(whole, fc_bias))
         self.fc_norm = FeatureNorms(c.num_aux, c.target_hidden_size, eps, place) if c.fc_norm else None
         self.before_fc = RMSNorm(c.aux_size, eps, place) if c.norm_before_fc else None
         self.input_norm = RMSNorm(h, eps, place) if c.wide else None
