@@ -15,9 +15,7 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
-    def add(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, residual: Tensor
-    ) -> None: ...
+    def add(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, residual: Tensor) -> None: ...
 
 
 class SelfAttention:

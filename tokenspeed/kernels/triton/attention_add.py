@@ -70,11 +70,37 @@ def combine_linear_add_kernel(
     total = tl.zeros([BLOCK_R * BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_R * BLOCK_H, DIM], tl.float32)
     peak, total, acc = fold_splits(
-        part_acc, part_peak, part_total, row, 0, readable, used, dims, num_splits, peak, total, acc, DIM, CHUNK
+        part_acc,
+        part_peak,
+        part_total,
+        row,
+        0,
+        readable,
+        used,
+        dims,
+        num_splits,
+        peak,
+        total,
+        acc,
+        DIM,
+        CHUNK,
     )
     for start in range(CHUNK, tl.max(used, 0), CHUNK):
         peak, total, acc = fold_splits(
-            part_acc, part_peak, part_total, row, start, used, used, dims, num_splits, peak, total, acc, DIM, CHUNK
+            part_acc,
+            part_peak,
+            part_total,
+            row,
+            start,
+            used,
+            used,
+            dims,
+            num_splits,
+            peak,
+            total,
+            acc,
+            DIM,
+            CHUNK,
         )
     x = (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(w.dtype).reshape(BLOCK_R, BLOCK_K)
     tl.store(at, (before + product(w, x, PARTS, BLOCK_T)).to(residual.dtype.element_ty), inside)

@@ -94,7 +94,20 @@ def combine_kernel(
     total, acc = tl.zeros([1], tl.float32), tl.zeros([1, BLOCK_D], tl.float32)
     for start in range(0, tl.max(used, 0), CHUNK):
         peak, total, acc = fold_splits(
-            part_acc, part_peak, part_total, row, start, used, used, dims, num_splits, peak, total, acc, DIM, CHUNK
+            part_acc,
+            part_peak,
+            part_total,
+            row,
+            start,
+            used,
+            used,
+            dims,
+            num_splits,
+            peak,
+            total,
+            acc,
+            DIM,
+            CHUNK,
         )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     at = out + row[:, None] * DIM + dims[None, :]
