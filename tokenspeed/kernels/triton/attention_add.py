@@ -49,7 +49,10 @@ def combine_linear_add_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Adds one tile of the product of combined rows to residual [rows, num_out]; rows <= BLOCK_R, DIM a power of two."""
+    """Adds one tile of the product of combined rows to residual [rows, num_out].
+
+    Up to BLOCK_R rows; DIM is a power of two.
+    """
     BLOCK_H: tl.constexpr = BLOCK_K // DIM
     w = weight_tile(weight, num_out, stride_w, False, NUM_HEADS * DIM, BLOCK_N, BLOCK_K)
     if PDL:
