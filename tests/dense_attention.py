@@ -3,12 +3,13 @@
 import torch
 import torch.nn.functional as F
 
+from tokenspeed.attention.base import Attention
 from tokenspeed.layers.rotary import rope_table
 
 NUM_TOKENS = 48
 
 
-class DenseCausal:
+class DenseCausal(Attention):
     """Attention over the rows of one call, positions 0..T-1, written with a full mask."""
 
     def __init__(self, config, num_tokens: int):
