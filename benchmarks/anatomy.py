@@ -95,7 +95,9 @@ def _short(name: str) -> str:
 
 
 def _print(row: dict) -> None:
-    print(f"\n{row['shape']}, {row['batch']} x {row['context']} tokens: {row['us']} us, {row['launches']} launches")
+    print(
+        f"\n{row['shape']}, {row['batch']} x {row['context']} tokens: {row['us']} us, {row['launches']} launches"
+    )
     for kernel in row["kernels"][:40]:
         print(f"{kernel['adds_us']:9.1f} us {kernel['launches']:5}  {kernel['kernel']}")
 

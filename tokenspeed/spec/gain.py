@@ -9,7 +9,7 @@ moves both, with sums of information that forget.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from tokenspeed.config import Shape
 
@@ -34,6 +34,21 @@ class Offset:
 def default_prior(shape: Shape) -> tuple[float, ...]:
     """Acceptance at each depth, given the parent's, where nothing is known of the draft: more for wide trees."""
     return (1 - 0.3 / math.sqrt((shape.nodes - 1) / shape.steps),) * shape.steps
+
+
+def prior_for(shape: Shape, known: Mapping[Shape, Sequence[float]]) -> tuple[float, ...]:
+    """Acceptance at each depth as it is known, else as of the tree that is most like it, else `default_prior`.
+
+    Below the other tree's last depth, it stays what it is there.
+    """
+    if not known:
+        return default_prior(shape)
+
+    def unlike(other: Shape) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(astuple(shape), astuple(other), strict=True))
+
+    prior = known[min(known, key=unlike)]
+    return (*prior, *prior[-1:] * shape.steps)[: shape.steps]
 
 
 class Acceptance:
