@@ -4,7 +4,7 @@
 
 The round runs on made-up requests of equal length, replayed as in serving; a plain round comes first. Kernels overlap,
 so a kernel's own time says little: what it adds is the time from the last end of a kernel before it to its own end.
-These add up to the round. --timeline prints them in order.
+These add up to the round. --timeline prints them in order; --trace keeps a trace of them for a viewer such as Perfetto.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from tokenspeed.worker.graph import GraphSet
 from tokenspeed.worker.setup import build
 
 RESULTS = Path(__file__).parent / "results"
-REPLAYS = 10
+REPLAYS = 9
 
 
 def main() -> None:
     args = _parse()
-    config = Config(model=args.model, spec="eagle4", draft=args.draft, spec_shape=str(args.shapes[0]), enforce_eager=True,
-                    kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.batch)  # fmt: skip
+    config = Config(model=args.model, spec="eagle4", draft=args.draft, spec_shape=str(args.shapes[0]),
+                    enforce_eager=True, kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.batch)  # fmt: skip
     engine = build(resolve(config, lambda *_: None), lambda *_: None).runner.engine
     rows = []
     for shape in (None, *args.shapes):
@@ -62,6 +62,9 @@ def _round(engine, graphs: GraphSet, shape, args: argparse.Namespace) -> dict:
             for _ in range(REPLAYS):
                 graphs.replay(slots, shape)
             torch.cuda.synchronize()
+    if args.trace:
+        name = str(shape or "plain").replace("/", "-")
+        profiler.export_chrome_trace(str(RESULTS / f"{args.name}_{name}.trace.json.gz"))
     timeline = _timeline(profiler)
     launches, adds = defaultdict(int), defaultdict(float)
     for name, added in timeline:
@@ -77,7 +80,7 @@ def _round(engine, graphs: GraphSet, shape, args: argparse.Namespace) -> dict:
 
 
 def _timeline(profiler: profile) -> list[tuple[str, float]]:
-    """The kernels of a round in the order of their starts, each with what it adds to the time, us; medians of the replays."""
+    """The kernels of a round in the order of their starts, each with the us that it adds: medians of the replays."""
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: event.time_range.start)
     each = len(events) // REPLAYS
@@ -115,6 +118,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=256)
     parser.add_argument("--kv-cache-tokens", type=positive, default=65536)
     parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="of a few replays, in benchmarks/results")
     parser.add_argument("--label")
     parser.add_argument("--name", default="anatomy", help="of the file in benchmarks/results")
     return parser.parse(sys.argv[1:])

@@ -1,7 +1,8 @@
 """The real scheduler and plan over a made-up device: times by a table, acceptance as counted in real texts.
 
-`data/traces.json` holds, for 32 answers of the demo model (MT-bench, HumanEval, GSM8K; up to 256 tokens) and each tree, how
-many draft tokens a round would have accepted at each position: one hexadecimal digit a token. A request walks its answer.
+`data/traces.json` holds, for 32 answers of the demo model (MT-bench, HumanEval, GSM8K; up to 256 tokens) and each
+tree, how many draft tokens a round would have accepted at each position: one hexadecimal digit a token. A request
+walks its answer.
 """
 
 import json

@@ -130,6 +130,7 @@ def keep_acceptance(draft_dir: str | Path, priors: Mapping[Shape, Sequence[float
         temporary.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, file)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise _unwritable(file, error) from None
     return file
 
