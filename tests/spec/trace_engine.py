@@ -52,10 +52,11 @@ class Device:
 
     Args:
         costs: the true times of rounds. noise: standard deviation of a round's time, a logarithm.
+        row_us: of each row of a round with a tree, what the time told of the round leaves out.
     """
 
-    def __init__(self, costs: Costs, noise: float, seed: int):
-        self.costs, self.noise, self.random = costs, noise, random.Random(seed)
+    def __init__(self, costs: Costs, noise: float, seed: int, row_us: float = 0.0):
+        self.costs, self.noise, self.row_us, self.random = costs, noise, row_us, random.Random(seed)
         self.now = 0.0  # us
         self.slots: dict[int, tuple[Text, int]] = {}  # and the number of its output tokens
         self.rounds: Counter = Counter()
@@ -84,6 +85,7 @@ class Device:
                 new = self._emit(slot, 1 + self._accepted(slot, shape))
                 counts.append(len(new))
                 tokens += new
+            self.now += self.row_us * len(rows) * (shape is not None)
         self.now += time
         return StepDone(step=step.step, counts=pack(counts), tokens=pack(tokens), elapsed_us=int(time))
 
