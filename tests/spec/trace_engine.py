@@ -98,10 +98,8 @@ class Device:
     def _emit(self, slot: int, count: int) -> list[int]:
         text, done = self.slots[slot]
         self.slots[slot] = text, done + count
-        ended = (
-            range(done, done + count).index(text.length - 1) if done < text.length <= done + count else count
-        )
-        return [EOS if i == ended and text.length < LONGEST else WORD for i in range(count)]
+        last = text.length - 1 if text.length < LONGEST else -1
+        return [EOS if i == last else WORD for i in range(done, done + count)]
 
 
 def serve(
@@ -112,13 +110,11 @@ def serve(
     num: requests in all, at least, and at least twice `concurrency`.
     """
     limits = SchedulerLimits(
-        num_pages=100_000, page_size=16, max_num_seqs=max(concurrency, 1), max_num_batched_tokens=4096,
+        num_pages=100_000, page_size=16, max_num_seqs=concurrency, max_num_batched_tokens=4096,
         rounds_in_flight=2, max_model_len=8192, eos_token_ids=(EOS,), enable_prefix_caching=False,
     )  # fmt: skip
-    scheduler, params = (
-        Scheduler(limits, plan),
-        SamplingParams(temperature=0.0, max_tokens=max_tokens).resolved(),
-    )
+    scheduler = Scheduler(limits, plan)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens).resolved()
     waiting = deque(i % len(texts) for i in range(max(num, 2 * concurrency)))
     named, under_way, open_now, made, rid = dict(enumerate(texts)), deque(), 0, 0, 0
     started = device.now
