@@ -20,7 +20,7 @@ _FORGET_ROW, _FORGET_MOST = 0.99, 0.75  # of the shared information, for a row a
 _FORGET_PLAIN = 0.97  # of it, a plain round: what was seen grows old
 _FORGET_OWN = 0.95  # of a request's information, a round
 _FORGET_FIT = 0.997  # of what corrects a shape's prior, a round of that shape
-_FIT_TOKENS = 20.0  # tokens after which half of a prior's correction is believed
+_FIT_TOKENS = 40.0  # tokens after which half of a prior's correction is believed
 
 
 @dataclass
