@@ -1,6 +1,7 @@
 """The plan against plain rounds and each fixed tree, over counted texts and the times of an H200 (`trace_engine`)."""
 
 import json
+import statistics
 from functools import cache
 
 import msgspec
@@ -19,7 +20,7 @@ TIMES = json.loads(TRACES.with_name("times_8b_h200.json").read_text())
 # Plain rounds then make 13,326 tokens a second with 160 requests, and 16,329 with 256; measured: 13,356 and 16,597.
 # With this loss, which is fitted to that, the plan without its margin makes 0.99 and 0.92; measured: 0.96 and 0.97.
 ROW_US = 16.0
-NUM = 96  # requests of a run at least: with fewer, at low loads, which texts come last decides
+NUM = 64  # requests of a run at least: with fewer, at low loads, which texts come last decides
 
 
 def calibration() -> Calibration:
@@ -44,7 +45,9 @@ def true_costs(error: float) -> Costs:
 
 @cache
 def speed(shape: Shape | None, requests: int, error: float) -> float:
-    return serve(StaticPlan(shape), Device(true_costs(error), 0.01, 1, ROW_US), read_texts(), requests, num=NUM)
+    return serve(
+        StaticPlan(shape), Device(true_costs(error), 0.01, 1, ROW_US), read_texts(), requests, num=NUM
+    )
 
 
 def fixed_for(requests: int) -> list[Shape | None]:
@@ -56,12 +59,19 @@ def fixed_for(requests: int) -> list[Shape | None]:
 @pytest.mark.parametrize("requests", [1, 3, 8, 16, 33, 64, 80, 128, 160, 256])
 def test_the_plan_never_loses(requests, error):
     """At 0.98 of plain rounds at least, and within 5 % of the best fixed tree, from the first round on."""
-    device, plan = Device(true_costs(error), 0.01, 2, ROW_US), plan_for((), None, encode(calibration()))
-    assert isinstance(plan, AdaptivePlan)
-    found = serve(plan, device, read_texts(), requests, num=NUM)
+    runs = []
+    for seed in range(
+        2, 5 if requests <= 16 else 3
+    ):  # of rounds' times, which decide more where few rounds are seen
+        plan = plan_for((), None, encode(calibration()))
+        assert isinstance(plan, AdaptivePlan)
+        runs.append(
+            serve(plan, Device(true_costs(error), 0.01, seed, ROW_US), read_texts(), requests, num=NUM)
+        )
+    found = statistics.mean(runs)
     speeds = {str(shape): speed(shape, requests, error) for shape in fixed_for(requests)}
-    assert found >= 0.98 * speeds["None"], (found, speeds, device.rounds)
-    assert found >= 0.95 * max(speeds.values()), (found, speeds, device.rounds)
+    assert found >= 0.98 * speeds["None"], (runs, speeds)
+    assert found >= 0.95 * max(speeds.values()), (runs, speeds)
 
 
 def test_a_text_is_walked_as_it_was_counted():

@@ -19,8 +19,8 @@ _SHRINK_SHARED, _SHRINK_OWN = 1.0, 12.0  # information of "the level is 0", "the
 _FORGET_ROW, _FORGET_MOST = 0.99, 0.75  # of the shared information, for a row and for a round at most
 _FORGET_PLAIN = 0.97  # of it, a plain round: what was seen grows old
 _FORGET_OWN = 0.95  # of a request's information, a round
-_FORGET_FIT = 0.997  # of what corrects a shape's prior, a round of that shape
-_FIT_TOKENS = 40.0  # tokens after which half of a prior's correction is believed
+_FORGET_FIT = 0.999  # of what corrects a shape's prior, a round of that shape
+_FIT_TOKENS = 100.0  # tokens after which half of a prior's correction is believed
 
 
 @dataclass
