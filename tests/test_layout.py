@@ -39,7 +39,7 @@ LAYERS = """
     tokenizer:               leaves ipc hub
     server:                  leaves ipc hub metrics
     bench:                   leaves hub
-    spec.eagle4.formats:     leaves
+    spec.eagle4.formats:     leaves spec.options
     spec.eagle4.checkpoint:  leaves spec.eagle4.formats
     spec.eagle4.config:      leaves spec.eagle4.formats spec.eagle4.checkpoint
     kernels distributed:     errors

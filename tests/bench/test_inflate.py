@@ -89,6 +89,7 @@ def draft_config() -> dict:
         target_hidden_size=OLD.hidden,
         eagle_aux_hidden_state_layer_ids=[0, 1],
         candidate_head={"rank": 4, "num_candidates": 8},
+        acceptance={"2/1/3": [0.75, 0.5]},
     )
     return config
 
@@ -150,6 +151,11 @@ def draft_forward(w, config, embed, tokens, aux):
     )
     out = norm(y, "norm")
     return out, linear(linear(out, "efficient_lm_head_down_proj"), "efficient_lm_head")
+
+
+def test_an_inflated_draft_states_the_same_acceptance():
+    config = draft_config()
+    assert inflated_config(config, NEW)["acceptance"] == config["acceptance"]
 
 
 def test_draft_outputs_are_equal():

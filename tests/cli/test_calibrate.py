@@ -1,6 +1,8 @@
 """`tokenspeed calibrate` on a tiny model: what it prints and keeps, and that an engine then starts with it."""
 
 import json
+import tempfile
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -57,6 +59,36 @@ def test_calibrate_and_use(models, tmp_path, capsys):
         assert out.outputs[0].metrics["num_drafted"] > 0
 
 
+def test_acceptance_is_kept_in_the_draft(models, tmp_path, capsys):
+    """A server without a calibration file plans with it, and the file that was written along is still of use."""
+    load = [
+        "--candidates",
+        "3/2/6",
+        "2/1/3",
+        "1/1/2",
+        "--batches",
+        "1",
+        "--num-prompts",
+        "2",
+        "--max-tokens",
+        "24",
+    ]
+    file = tmp_path / "elsewhere.json"
+    assert main(["calibrate", *models, *OPTIONS, *load, "--keep-in-draft"]) == 0, capsys.readouterr()
+    (path,) = (tmp_path / "cache" / "calibration").iterdir()
+    stated = json.loads((Path(models[2]) / "config.json").read_text())["acceptance"]
+    measured = json.loads(path.read_text())["calibration"]["priors"]
+    assert stated == {"/".join(map(str, size)): prior for size, prior in measured} and len(stated) == 3
+    options = {"draft": models[2], "spec": "eagle4", "max_num_seqs": 4, "kv_cache_tokens": 2048}
+    times = json.loads(path.read_text())["calibration"]["times"]
+    found = json.loads(InProcessEngine(models[0], **options).info["calibration"])
+    assert found["times"] == times
+    path.rename(file)
+    found = json.loads(InProcessEngine(models[0], **options).info["calibration"])
+    assert found["times"] != times
+    assert {"/".join(map(str, size)): prior for size, prior in found["priors"]} == stated
+
+
 def test_rounds_are_timed_in_turns(monkeypatch):
     """By a clock that rounds move: a slow moment falls on all alike, and one slow round is enough."""
     clock, order = [0.0], []
@@ -74,6 +106,24 @@ def test_rounds_are_timed_in_turns(monkeypatch):
     rounds = [kind("a", 0.03, 0.01, 0.02, 0.02), kind("slow", 0.75), kind("b", 0.02, 0.02, 0.04, 0.03)]
     assert timing._least(rounds) == pytest.approx([1e4, 75e4, 2e4])
     assert order == ["a", "slow", "b", "a", "b", "a", "b", "a", "b"]
+
+
+def test_a_draft_that_can_not_keep_acceptance(models, capsys, monkeypatch):
+    """Told before anything is measured."""
+    monkeypatch.setattr("tokenspeed.cli.draft.decode", lambda *_: pytest.fail("it was measured"))
+    raw = json.loads((Path(models[2]) / "config.json").read_text())
+
+    make = tempfile.TemporaryFile
+
+    def refuse(dir):  # in the draft's directory, not in the cache
+        if dir == Path(models[2]):
+            raise PermissionError(13, "Permission denied")
+        return make(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert main(["calibrate", *models, *OPTIONS, "--keep-in-draft"]) == 2
+    assert "can't be written: Permission denied; copy the draft" in capsys.readouterr().err
+    assert json.loads((Path(models[2]) / "config.json").read_text()) == raw
 
 
 def test_what_can_not_be_done(models, tmp_path, capsys):

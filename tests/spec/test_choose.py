@@ -5,7 +5,7 @@ import pytest
 from tokenspeed.config import Shape
 from tokenspeed.spec.calibration import Calibration, size_of
 from tokenspeed.spec.choose import NUM_TREES, acceptance, choose, expected_speed, priors_of
-from tokenspeed.spec.gain import default_prior
+from tokenspeed.spec.gain import default_prior, prior_for
 
 LONG, MIDDLE, SHORT, WORST = Shape(12, 4, 16), Shape(5, 4, 8), Shape(2, 1, 3), Shape(8, 4, 16)
 TIMES = {LONG: 200.0, MIDDLE: 140.0, SHORT: 115.0, WORST: 900.0}
@@ -21,7 +21,16 @@ def test_expected_speed_is_tokens_over_time():
     speeds = expected_speed(found, context=100)
     assert speeds[8, None] == pytest.approx(8 / (100 + 0.1 * 8 * 100) * 1e6)
     assert speeds[1, SHORT] == pytest.approx((1 + 0.5 + 0.5 * 0.25) / (115 * (1 + 1 / 64)) * 1e6)
-    assert priors_of(found)[LONG] == default_prior(LONG)
+    assert priors_of(measured())[LONG] == default_prior(LONG)
+
+
+def test_a_tree_that_is_not_named_gets_what_the_most_similar_one_has():
+    known = {LONG: (0.9, 0.8, *[0.7] * 10), SHORT: (0.6, 0.5)}
+    assert prior_for(SHORT, known) == (0.6, 0.5)
+    assert prior_for(Shape(3, 1, 4), known) == (0.6, 0.5, 0.5)
+    assert prior_for(WORST, known) == (0.9, 0.8, *[0.7] * 6)
+    found = measured(priors=[(size_of(s), list(p)) for s, p in known.items()])
+    assert priors_of(found) == {s: prior_for(s, known) for s in TIMES}
 
 
 def test_the_best_for_usual_hard_and_easy_text_are_kept():

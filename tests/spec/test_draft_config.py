@@ -20,7 +20,14 @@ from spec.draft_cases import (
 
 from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
-from tokenspeed.spec.eagle4.config import check_draft, detect_method, fitting_shapes, load_draft_config
+from tokenspeed.spec.eagle4.config import (
+    check_draft,
+    check_keeps,
+    detect_method,
+    fitting_shapes,
+    keep_acceptance,
+    load_draft_config,
+)
 
 TARGET = target_config()
 
@@ -144,6 +151,15 @@ BAD_CONFIGS = {
     "architecture 'LlamaForCausalLMEagle4' .* must be a list": dict(architectures="LlamaForCausalLMEagle4"),
     "num_candidates 98 is more than the vocabulary 97": dict(candidate_head={"rank": 12, "num_candidates":
     98}), "unknown key candidate_head.ranks": dict(candidate_head={"ranks": 12, "num_candidates": 24}),
+    "acceptance must be an object, not \\[0.5\\]": dict(acceptance=[0.5]),
+    "acceptance: '8/4' is no tree STEPS/TOPK/NODES": dict(acceptance={"8/4": [0.5] * 8}),
+    "acceptance: '2/1/9' is no tree STEPS/TOPK/NODES that can be built": dict(acceptance={"2/1/9": [0.5] * 2}),
+    "acceptance of 2/1/3 must be a list of 2 numbers, one a step, not \\[0.5\\]": dict(acceptance={"2/1/3": [0.5]}),
+    "acceptance of 2/1/3 must be a list of 2 numbers, one a step, not 0.5": dict(acceptance={"2/1/3": 0.5}),
+    "acceptance of 2/1/3 must be between 0 and 1 at each depth, not 1.0": dict(acceptance={"2/1/3": [0.5, 1.0]}),
+    "acceptance of 2/1/3 must be between 0 and 1 at each depth, not 0": dict(acceptance={"2/1/3": [0, 0.5]}),
+    "acceptance of 2/1/3 must be between 0 and 1 at each depth, not 'x'": dict(acceptance={"2/1/3": ["x", 0.5]}),
+    "acceptance of 2/1/3 must be between 0 and 1 at each depth, not True": dict(acceptance={"2/1/3": [True, 0.5]}),
     "lacks tensor embed_tokens.weight .* tie_embed_to_target": dict(tie_embed_to_target=False),
     "lacks tensor lm_head.weight .* tie_lm_head_to_target": dict(tie_lm_head_to_target=None),
     "tensor fc_norm.0.weight .* reaches no parameter": dict(fc_norm=False),
@@ -311,6 +327,39 @@ def test_trees_wider_than_the_drafts_head(tmp_path):
         fitting_shapes(config, (wide, widest), False)
     with pytest.raises(ConfigError, match="the draft has 50 tokens in its vocabulary"):
         fitting_shapes(check(tmp_path / "b", "eagle3"), (widest,), False)
+
+
+def test_acceptance_is_kept_in_the_draft(tmp_path):
+    write_draft(tmp_path, EAGLE4)
+    assert check(tmp_path).acceptance == ()
+    for priors in ({Shape(2, 1, 3): (0.75, 0.5)}, {Shape(8, 4, 16): (0.5,) * 8, Shape(1, 1, 2): (0.25,)}):
+        check_keeps(tmp_path)
+        file = keep_acceptance(tmp_path, priors)
+        assert dict(check(tmp_path).acceptance) == priors  # the others are gone
+        assert {k: v for k, v in json.loads(file.read_text()).items() if k != "acceptance"} == EAGLE4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_acceptance_that_can_not_be_kept(tmp_path, monkeypatch):
+    write_draft(tmp_path / "a", EAGLE3)
+    with pytest.raises(ConfigError, match="is an eagle3 draft; only an eagle4 draft's"):
+        check_keeps(tmp_path / "a")
+    write_draft(tmp_path / "b", {**EAGLE3, "acceptance": {"1/1/2": [0.5]}})
+    with pytest.raises(ConfigError, match="unknown key acceptance"):
+        check(tmp_path / "b", "eagle3")
+    write_draft(tmp_path / "c", EAGLE4)
+    before = (tmp_path / "c" / "config.json").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tokenspeed.spec.eagle4.config.os.replace", full)
+    monkeypatch.setattr("tokenspeed.spec.eagle4.config.tempfile.TemporaryFile", lambda dir: full())
+    for keep in (check_keeps, lambda path: keep_acceptance(path, {Shape(1, 1, 2): (0.5,)})):
+        with pytest.raises(ConfigError, match=r"can't be written: No space left .* give --draft"):
+            keep(tmp_path / "c")
+    assert (tmp_path / "c" / "config.json").read_bytes() == before
+    assert len(list((tmp_path / "c").iterdir())) == 2  # no half file is left
 
 
 def test_config_without_checks_for_tools(tmp_path):

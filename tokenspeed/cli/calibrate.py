@@ -11,7 +11,7 @@ from tokenspeed.config import Config, Shape
 from tokenspeed.errors import ConfigError
 from tokenspeed.progress import Bars
 from tokenspeed.spec.calibration import Calibration, check_place, save
-from tokenspeed.spec.choose import acceptance, choose, expected_speed
+from tokenspeed.spec.choose import acceptance, choose, expected_speed, priors_of
 from tokenspeed.spec.options import CPU_SHAPES, default_shapes, parse_shape
 
 CPU_CANDIDATES = ("6/4/16", "8/4/16", "5/4/8", "4/2/8", "3/2/6", "2/1/3")
@@ -35,26 +35,30 @@ def run(argv: Sequence[str]) -> int:
         check_plot(args.plot)
     check_place(args.output)
     require_torch()
-    measured, key = measure(config, args)
+    measured, key, draft_dir = measure(config, args)
     kept = choose(measured, CONTEXT)
     print(table(measured, kept))
     path = save(key, kept, args.output)
     print(f"kept in {path}; `tokenspeed serve` with the same model, draft and options uses it")
+    if args.keep_in_draft:
+        from tokenspeed.spec.eagle4.config import keep_acceptance
+
+        print(f"acceptance kept in {keep_acceptance(draft_dir, priors_of(measured))}")
     if args.plot is not None:
         plot(args.plot, measured, f"{config.model} on {key['device']}")
     return 0
 
 
-def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict]:
+def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict, str]:
     """Answers prompts, times every candidate, and counts what each would have accepted of the answers.
 
     Returns:
-        All that was found, and the key of this machine, model and draft.
+        All that was found, the key of this machine, model and draft, and the draft's directory.
     """
     from tokenspeed.bench.workload import load_prompts
     from tokenspeed.cli.draft import decode, only, sampling
     from tokenspeed.launch import resolve
-    from tokenspeed.spec.eagle4.config import fitting_shapes, load_draft_config
+    from tokenspeed.spec.eagle4.config import check_keeps, fitting_shapes, load_draft_config
     from tokenspeed.worker.calibrate import CONTEXT_BATCH, CONTEXT_ROOM, CPU_BATCHES, calibrate, key_of
     from tokenspeed.worker.graph import GraphSet
     from tokenspeed.worker.replay import pool_tokens, replay
@@ -63,6 +67,8 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     first = default_shapes(config.device)[0]
     bars = Bars(sys.stderr)
     resolved = resolve(config, bars.update)
+    if args.keep_in_draft:
+        check_keeps(resolved.draft_dir)
     on_cpu = default_shapes(config.device) == CPU_SHAPES
     num_prompts = args.num_prompts or (4 if on_cpu else 24)
     prompts = load_prompts(args.prompts, num_prompts)
@@ -95,7 +101,7 @@ def measure(config: Config, args: argparse.Namespace) -> tuple[Calibration, dict
     bars.update("counting acceptance", len(shapes), len(shapes))
     bars.close()
     measured = Calibration(found.times, found.per_token, acceptance(accepted), found.padded)
-    return measured, key
+    return measured, key, resolved.draft_dir
 
 
 def table(measured: Calibration, kept: Calibration) -> str:
@@ -172,6 +178,11 @@ def _parser() -> Parser:
     )
     group.add_argument(
         "--output", type=Path, metavar="JSON", help="file (default: in the cache, where serve looks)"
+    )
+    group.add_argument(
+        "--keep-in-draft",
+        action="store_true",
+        help="write what each tree brings into the draft's config.json, for servers that were not calibrated",
     )
     group.add_argument(
         "--plot", type=Path, metavar="PNG", help="plot of the times and of what the trees bring"

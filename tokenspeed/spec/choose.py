@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenspeed.config import Shape
 from tokenspeed.spec.calibration import Calibration, size_of
-from tokenspeed.spec.gain import Gain, Offset, default_prior
+from tokenspeed.spec.gain import Gain, Offset, prior_for
 
 NUM_TREES = 3  # and plain rounds
 # How predictable a text may be beside the one that acceptance was measured on, in logits.
@@ -27,10 +27,10 @@ def expected_speed(
 
 
 def priors_of(calibration: Calibration) -> dict[Shape, tuple[float, ...]]:
-    """Acceptance by depth of every tree, measured or guessed."""
+    """Acceptance by depth of every tree that was timed, measured or guessed."""
     measured = {Shape(*size): tuple(prior) for size, prior in calibration.priors}
     shapes = {Shape(*size) for _, size, _ in calibration.times if size}
-    return {shape: measured.get(shape) or default_prior(shape) for shape in shapes}
+    return {shape: prior_for(shape, measured) for shape in shapes}
 
 
 def choose(calibration: Calibration, context: int) -> Calibration:

@@ -9,7 +9,7 @@ moves both, with sums of information that forget.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from tokenspeed.config import Shape
 
@@ -19,8 +19,8 @@ _SHRINK_SHARED, _SHRINK_OWN = 1.0, 12.0  # information of "the level is 0", "the
 _FORGET_ROW, _FORGET_MOST = 0.99, 0.75  # of the shared information, for a row and for a round at most
 _FORGET_PLAIN = 0.97  # of it, a plain round: what was seen grows old
 _FORGET_OWN = 0.95  # of a request's information, a round
-_FORGET_FIT = 0.997  # of what corrects a shape's prior, a round of that shape
-_FIT_TOKENS = 20.0  # tokens after which half of a prior's correction is believed
+_FORGET_FIT = 0.999  # of what corrects a shape's prior, a round of that shape
+_FIT_TOKENS = 100.0  # tokens after which half of a prior's correction is believed
 
 
 @dataclass
@@ -34,6 +34,21 @@ class Offset:
 def default_prior(shape: Shape) -> tuple[float, ...]:
     """Acceptance at each depth, given the parent's, where nothing is known of the draft: more for wide trees."""
     return (1 - 0.3 / math.sqrt((shape.nodes - 1) / shape.steps),) * shape.steps
+
+
+def prior_for(shape: Shape, known: Mapping[Shape, Sequence[float]]) -> tuple[float, ...]:
+    """Acceptance at each depth as it is known, else as of the tree that is most like it, else `default_prior`.
+
+    Below the other tree's last depth, it stays what it is there.
+    """
+    if not known:
+        return default_prior(shape)
+
+    def unlike(other: Shape) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(astuple(shape), astuple(other), strict=True))
+
+    prior = known[min(known, key=unlike)]
+    return (*prior, *prior[-1:] * shape.steps)[: shape.steps]
 
 
 class Acceptance:

@@ -1,6 +1,7 @@
 """How long rounds take on this machine: measured when the worker starts, and by `tokenspeed calibrate`."""
 
 import hashlib
+import json
 import math
 import os
 import time
@@ -62,16 +63,24 @@ def key_of(resolved: Resolved, device: str, dtype: torch.dtype) -> dict[str, str
 
 
 def _fingerprint(directory: str) -> str:
-    """Of a checkpoint: its configuration, and its files' names and sizes."""
+    """Of a checkpoint: its configuration, and its files' names and sizes. What trees bring was measured of it."""
     path = Path(directory)
-    digest = hashlib.sha256((path / "config.json").read_bytes())
+    config = json.loads((path / "config.json").read_bytes())
+    config.pop("acceptance", None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
     return digest.hexdigest()[:16]
 
 
 @torch.inference_mode()
-def calibrate(engine: Engine, graphs: GraphSet | None, ladder: Ladder, progress: Progress) -> Calibration:
+def calibrate(
+    engine: Engine,
+    graphs: GraphSet | None,
+    ladder: Ladder,
+    progress: Progress,
+    priors: Mapping[Shape, Sequence[float]] | None = None,
+) -> Calibration:
     """Times each batch and tree of `ladder`, the least of a few rounds, and what context costs each tree.
 
     Must run before the first request: it uses slots and pages as if nothing lay there.
@@ -79,6 +88,7 @@ def calibrate(engine: Engine, graphs: GraphSet | None, ladder: Ladder, progress:
     Args:
         graphs: which holds all of `ladder`; None for eager rounds.
         ladder: with None (a plain round) for every batch.
+        priors: acceptance by depth, as the draft states it of these or other trees.
     """
     run = _replay(graphs) if graphs else _eager(engine)
     todo = [(batch, shape) for batch, shapes in ladder.items() for shape in shapes]
@@ -92,6 +102,7 @@ def calibrate(engine: Engine, graphs: GraphSet | None, ladder: Ladder, progress:
     return Calibration(
         times=[(batch, size_of(shape), round(us, 1)) for (batch, shape), us in zip(todo, times, strict=True)],
         per_token=[(size_of(shape), us) for shape, us in per_token.items()],
+        priors=[(size_of(shape), list(prior)) for shape, prior in (priors or {}).items()],
         padded=graphs is not None,
     )
 

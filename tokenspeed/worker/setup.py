@@ -176,7 +176,8 @@ def build(resolved: Resolved, progress: Progress) -> Built:
         **captured_graphs,
     }
     if adaptive:
-        info["calibration"] = encode(known or calibrate(engine, graphs, ladder, progress))
+        known = known or calibrate(engine, graphs, ladder, progress, dict(draft_config.acceptance))
+        info["calibration"] = encode(known)
     return Built(Runner(engine, graphs, config.page_size), info)
 
 

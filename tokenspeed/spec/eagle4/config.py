@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,15 @@ from tokenspeed.spec.eagle4.formats import DraftConfig, method_of, parse_draft
 
 log = logging.getLogger(__name__)
 
-__all__ = ["DraftConfig", "check_draft", "detect_method", "fitting_shapes", "load_draft_config"]
+__all__ = [
+    "DraftConfig",
+    "check_draft",
+    "check_keeps",
+    "detect_method",
+    "fitting_shapes",
+    "keep_acceptance",
+    "load_draft_config",
+]
 
 
 def detect_method(draft_dir: str | Path) -> str:
@@ -88,6 +99,46 @@ def fitting_shapes(config: DraftConfig, shapes: tuple[Shape, ...], full_head: bo
             f"tree {narrowest} asks for {narrowest.topk} tokens a step, the draft has {most} {what}"
         )
     return fitting
+
+
+def check_keeps(draft_dir: str | Path) -> None:
+    """Raises ConfigError where `keep_acceptance` could write nothing: before the minutes that measuring takes."""
+    path = Path(draft_dir)
+    if (method := detect_method(path)) != "eagle4":
+        raise ConfigError(f"{path} is an {method} draft; only an eagle4 draft's config.json has acceptance")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def keep_acceptance(draft_dir: str | Path, priors: Mapping[Shape, Sequence[float]]) -> Path:
+    """Writes acceptance by depth of trees into a draft's config.json, in place of what it states.
+
+    The file is written whole or not at all.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    path = Path(draft_dir)
+    file = path / "config.json"
+    raw = _read_config(path) | {"acceptance": {str(shape): list(prior) for shape, prior in priors.items()}}
+    parse_draft(raw, "eagle4", path)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _unwritable(file, error) from None
+    return file
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} can't be written: {error.strerror}; copy the draft to where it can and give --draft"
+    )
 
 
 def _check_sizes(config: DraftConfig, target: ModelConfig, path: Path, steps: int) -> None:

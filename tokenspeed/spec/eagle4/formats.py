@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
 from tokenspeed.models.config import RopeConfig, parse_rope
+from tokenspeed.spec.options import parse_shape
 
 EAGLE4_ARCHITECTURES = ("LlamaForCausalLMEagle4",)
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -83,7 +85,7 @@ _EAGLE3 = frozenset(
 _KEYS = {
     "eagle": _HARMLESS | _STRUCTURE | {"bias", "tie_embed_to_target"},
     "eagle3": _HARMLESS | _STRUCTURE | _EAGLE3,
-    "eagle4": _HARMLESS | _STRUCTURE | _EAGLE3 | {"candidate_head"},
+    "eagle4": _HARMLESS | _STRUCTURE | _EAGLE3 | {"candidate_head", "acceptance"},
 }
 # The nested layout: its own keys around `transformer_layer_config`, which is a Llama config.
 _SPECULATORS = frozenset(
@@ -150,6 +152,9 @@ class DraftConfig:
     tie_word_embeddings: bool = False
     rank: int | None = None  # of the candidate head
     num_candidates: int | None = None
+    acceptance: tuple[
+        tuple[Shape, tuple[float, ...]], ...
+    ] = ()  # by depth, given the parent's, of some trees
 
     @property
     def aux_size(self) -> int:
@@ -265,6 +270,7 @@ def _parse(raw: dict[str, Any], method: str) -> DraftConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         rank=rank,
         num_candidates=candidates,
+        acceptance=_acceptance(raw),
     )
 
 
@@ -314,6 +320,25 @@ def _candidate_head(raw: dict[str, Any], draft_vocab: int) -> tuple[int | None, 
             f"candidate_head.num_candidates {candidates} is more than the vocabulary {draft_vocab}"
         )
     return _positive(head, "rank"), candidates
+
+
+def _acceptance(raw: dict[str, Any]) -> tuple[tuple[Shape, tuple[float, ...]], ...]:
+    """What `tokenspeed calibrate --keep-in-draft` writes: {"8/4/16": [0.86, ...], ...}."""
+    found = {}
+    for name, prior in _object(raw, "acceptance").items():
+        try:
+            shape = parse_shape(name)
+        except ConfigError:
+            raise ValueError(f"acceptance: {name!r} is no tree STEPS/TOPK/NODES that can be built") from None
+        if not isinstance(prior, list) or len(prior) != shape.steps:
+            raise ValueError(
+                f"acceptance of {name} must be a list of {shape.steps} numbers, one a step, not {prior!r}"
+            )
+        for p in prior:
+            if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p < 1:
+                raise ValueError(f"acceptance of {name} must be between 0 and 1 at each depth, not {p!r}")
+        found[shape] = tuple(prior)
+    return tuple(found.items())
 
 
 def _window(raw: dict[str, Any]) -> int | None:
