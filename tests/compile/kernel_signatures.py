@@ -183,7 +183,10 @@ BUILDS: dict[str, list[Build]] = {
         for short, dtypes in ((True, ("bf16",)), (False, ("fp16", "fp32")))
         for drawn, mapped in ((False, False), (True, False), (True, True))
     ],
-    "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
+    "row_dots_kernel": [
+        Build(dict(SIZE=size, BLOCK_H=block), _ALL, types=(("out", "*fp32"),))
+        for size, block in ((576, 1024), (4096, 4096), (5120, 4096))
+    ],
     "best_candidates_kernel": [
         Build(dict(BLOCK_C=64, BLOCK_K=16, DRAWN=drawn), num_warps=2, types=(("k", "i32"),))
         for drawn in (False, True)

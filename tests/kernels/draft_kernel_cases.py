@@ -126,8 +126,8 @@ def kept_by_filters(draw: Draw, slot: int, scores: list[float]) -> list[bool]:
 
 
 def case_row_dots(fn: Callable, m) -> None:
-    for rows, count, hidden in ((1, 64, 576), (4, 9, 700)):
-        x, table = m.normal(rows, hidden), m.normal(200, hidden)
+    for rows, count, hidden in ((1, 64, 576), (4, 9, 700), (2, 3, 5000)):
+        x, table = m.normal(rows, hidden) / 8, m.normal(200, hidden) / 8
         places = m.ints(0, 200, rows, count)
         want = (table.double()[places] * x.double()[:, None]).sum(-1)
         torch.testing.assert_close(fn(x, table, places).double(), want, atol=1e-3, rtol=1e-3)

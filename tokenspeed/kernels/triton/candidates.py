@@ -17,7 +17,7 @@ from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
 _LOW = tl.constexpr(-1e30)  # stands for -inf and NaN among what can still be picked; -inf is what was picked
 _SCAN = 2048  # values a program of the first pass reads
-_BLOCK_C, _BLOCK_H = 2, 2048  # candidates a program of row_dots, columns at a time
+_BLOCK_H = 4096  # columns of row_dots that are on their way at once, at most
 _COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
 _FILTERED = tl.constexpr(10.0)  # taken off a candidate that the request's filters would drop
 
@@ -186,26 +186,24 @@ def row_dots_kernel(
     table,
     indices,
     out,
-    size,
     stride,
     count,
-    BLOCK_C: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Dots of one row with BLOCK_C of its own rows of the table."""
+    """The dot of one row with one of its own rows of the table."""
     wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
-    mine = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    rows = tl.load(indices + row * count + mine, mine < count, 0)
-    total = tl.zeros((BLOCK_C,), tl.float32)
-    for start in range(0, size, BLOCK_H):
+    mine = row * count + tl.program_id(1)
+    own = tl.load(indices + mine)
+    products = tl.zeros((BLOCK_H,), tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK_H):
         columns = start + tl.arange(0, BLOCK_H)
-        a = tl.load(x + row * stride + columns, columns < size, 0.0).to(tl.float32)
-        inside = (mine < count)[:, None] & (columns < size)[None, :]
-        b = tl.load(table + rows[:, None] * size + columns[None, :], inside, 0.0).to(tl.float32)
-        total += tl.sum(a[None, :] * b, 1)
-    tl.store(out + row * count + mine, total, mine < count)
+        # x is asked for first: it need not wait for the index.
+        a = tl.load(x + row * stride + columns, columns < SIZE, 0.0).to(tl.float32)
+        products += a * tl.load(table + own * SIZE + columns, columns < SIZE, 0.0).to(tl.float32)
+    tl.store(out + mine, tl.sum(products, 0))
 
 
 @triton.jit(do_not_specialize=["k", "depth"])
@@ -349,16 +347,15 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     """See `tokenspeed.kernels.row_dots`."""
     rows, count = indices.shape
     out = x.new_empty((rows, count), dtype=torch.float32)
-    row_dots_kernel[(rows, triton.cdiv(count, _BLOCK_C))](
+    row_dots_kernel[(rows, count)](
         x,
         table,
         indices,
         out,
-        x.shape[1],
         x.stride(0),
         count,
-        BLOCK_C=_BLOCK_C,
-        BLOCK_H=_BLOCK_H,
+        SIZE=x.shape[1],
+        BLOCK_H=min(_BLOCK_H, triton.next_power_of_2(x.shape[1])),
         num_warps=4,
         **early_options(),
     )
