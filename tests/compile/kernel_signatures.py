@@ -15,12 +15,12 @@ from tokenspeed.kernels.triton.small_layer import BLOCK_T, block_k, small_tile
 _TYPE_NAMES = {
     "data": "x weight norm_weight residual bias gate_up q k v k_store v_store k_cache v_cache tail_k tail_v kv out "
     "table aux root_aux state token_gain state_gain slot_aux page_aux",
-    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
+    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "token_ids places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
     "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
-    "logprobs lane_scores all_scores next_scores "
+    "lane_scores all_scores next_scores "
     "partials",
     "fp32": "eps scale",
 }
@@ -187,10 +187,6 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(SIZE=size, BLOCK_H=block), _ALL, types=(("out", "*fp32"),))
         for size, block in ((576, 1024), (4096, 4096), (5120, 4096))
     ],
-    "best_candidates_kernel": [
-        Build(dict(BLOCK_C=64, BLOCK_K=16, DRAWN=drawn), num_warps=2, types=(("k", "i32"),))
-        for drawn in (False, True)
-    ],
     "draft_rows_kernel": [
         Build(dict(BLOCK=128), types=(("k", "i32"), ("lanes", "i32"), ("root_positions", "*i64")))
     ],
@@ -199,7 +195,8 @@ BUILDS: dict[str, list[Build]] = {
         for p, n in ((False, False), (True, False), (True, True))
     ],
     "grow_tree_kernel": [
-        Build(dict(BLOCK_R=r, BLOCK_K=k), types=(("k", "i32"),)) for r, k in ((4, 4), (4, 16), (16, 16))
+        Build(dict(BLOCK_R=rows, BLOCK_C=64, DRAWN=drawn), num_warps=warps, types=(("k", "i32"),))
+        for rows, drawn, warps in ((4, False, 1), (16, False, 4), (4, True, 4), (16, True, 4))
     ],
     "build_tree_kernel": [
         Build(dict(COUNT=count, BLOCK_N=n), types=(("nan", "*i1"),))
@@ -214,7 +211,7 @@ BUILDS: dict[str, list[Build]] = {
 for _name in (
     *("sample_kernel", "sample_best_kernel", "draft_rows_kernel", "draft_input_kernel", "grow_tree_kernel"),
     *("read_slots_kernel", "place_nodes_kernel", "accept_kernel", "commit_kernel", "keep_aux_kernel"),
-    *("candidate_scan_kernel", "candidate_select_kernel", "row_dots_kernel", "best_candidates_kernel"),
+    *("candidate_scan_kernel", "candidate_select_kernel", "row_dots_kernel"),
     "build_tree_kernel",
 ):
     _plain = [replace(each, constants=each.constants | {"PDL": False}) for each in BUILDS[_name]]

@@ -71,6 +71,7 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
 def best_candidates(
     scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
+    """The first half of `grow_tree`: each row's k best tokens int64 [R, k], and their log-probabilities float32."""
     rows, heat, slots, seeds, positions = _drawn_rows(draw, scores)
     if len(rows):
         warm, heat = scores[rows], heat[:, None]
@@ -104,6 +105,22 @@ def _dropped(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
 
 def grow_tree(
+    scores: Tensor,
+    ids: Tensor,
+    share: Tensor,
+    k: int,
+    lanes: tuple[Tensor, Tensor, Tensor] | None,
+    candidates: tuple[Tensor, Tensor, Tensor],
+    step: int,
+    last: bool,
+    draw: Draw | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    batch = len(candidates[0])
+    tokens, scores = (x.view(batch, -1, k) for x in best_candidates(scores, ids, share, k, draw))
+    return add_children(tokens, scores, lanes, candidates, step, last)
+
+
+def add_children(
     tokens: Tensor,
     logprobs: Tensor,
     lanes: tuple[Tensor, Tensor, Tensor] | None,
@@ -111,6 +128,7 @@ def grow_tree(
     step: int,
     last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    """The second half of `grow_tree`, from each row's children: tokens, log-probabilities [B, R, K], best first."""
     batch, rows, k = tokens.shape
     scores = _clean(logprobs)
     if lanes is None:

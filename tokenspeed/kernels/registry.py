@@ -67,7 +67,6 @@ OPS |= {
         ("draft_input", "draft_rows"),
         ("top_candidates", "candidates"),
         ("row_dots", "candidates"),
-        ("best_candidates", "candidates"),
         ("grow_tree", "draft_tree"),
         ("build_tree", "draft_tree"),
     )

@@ -15,11 +15,9 @@ from tokenspeed.kernels.rows import Draw
 from tokenspeed.kernels.triton.noise import run_noise, token_noise
 from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
-_LOW = tl.constexpr(-1e30)  # stands for -inf and NaN among what can still be picked; -inf is what was picked
 _SCAN = 2048  # values a program of the first pass reads
 _BLOCK_H = 4096  # columns of row_dots that are on their way at once, at most
 _COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
-_FILTERED = tl.constexpr(10.0)  # taken off a candidate that the request's filters would drop
 
 
 @triton.jit
@@ -206,73 +204,6 @@ def row_dots_kernel(
     tl.store(out + mine, tl.sum(products, 0))
 
 
-@triton.jit(do_not_specialize=["k", "depth"])
-def best_candidates_kernel(
-    scores,
-    ids,
-    share,
-    best_ids,
-    logprobs,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seeds,
-    slots,
-    positions,
-    depth,
-    group,
-    count,
-    k,
-    DRAWN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The k best of one row's candidates, equal ones by place, and their log-probabilities."""
-    wait_early(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column, child = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
-    x = tl.load(scores + row * count + column, column < count, float("-inf"))
-    if DRAWN:
-        slot = tl.load(slots + row // group)
-        heat = tl.load(temperature + slot)
-        if heat >= _COLDEST:
-            # What the filters drop if there are no tokens but these.
-            cool = x / heat
-            peak = tl.max(cool, 0)
-            mass = tl.exp(cool - peak)
-            above = cool[None, :] > cool[:, None]  # [i, j]: j is better than i
-            nucleus, most = tl.load(top_p + slot), tl.load(top_k + slot)
-            dropped = (most > 0) & (tl.sum(above.to(tl.int32), 1) >= most)
-            before = tl.sum(tl.where(above, mass[None, :], 0.0), 1)
-            limit = tl.where(nucleus < 1.0, nucleus * tl.sum(mass, 0), float("inf"))
-            dropped = dropped | (before >= limit)
-            dropped = dropped | (cool < peak + tl.log(tl.load(min_p + slot)))
-            token = tl.load(ids + row * count + column, column < count, 0)
-            position = tl.load(positions + row // group) + depth
-            x += heat * token_noise(token, tl.load(seeds + slot), position) - tl.where(
-                dropped, _FILTERED, 0.0
-            )
-    keys = tl.where(x == x, tl.maximum(x, _LOW), _LOW)
-    peak = tl.max(keys, 0)
-    norm = tl.load(share + row) - peak - tl.log(tl.sum(tl.exp(x - peak), 0))  # a NaN reaches it
-    keys = tl.where(column < count, keys, float("-inf"))
-    best = tl.zeros((BLOCK_K,), tl.float32)
-    at = tl.zeros((BLOCK_K,), tl.int32)
-    for i in range(k):
-        top = tl.max(keys, 0)
-        where = tl.min(tl.where(keys == top, column, BLOCK_C), 0)
-        best = tl.where(child == i, top, best)
-        at = tl.where(child == i, where, at)
-        keys = tl.where(column == where, float("-inf"), keys)
-    value = best + norm
-    value = tl.where(value == value, tl.minimum(value, 0.0), float("-inf"))
-    best = tl.where(best > _LOW, value, float("-inf"))
-    tl.store(best_ids + row * k + child, tl.load(ids + row * count + at, child < k, 0), child < k)
-    tl.store(logprobs + row * k + child, best, child < k)
-
-
 def top_candidates(
     scores: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -360,33 +291,3 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
         **early_options(),
     )
     return out
-
-
-def best_candidates(
-    scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed.kernels.best_candidates`."""
-    rows, count = scores.shape
-    best = torch.empty((rows, k), dtype=torch.int64, device=scores.device)
-    logprobs = torch.empty((rows, k), dtype=torch.float32, device=scores.device)
-    if draw is None:
-        noise = (share, ids, share, share, ids, ids, ids, 0, 1)  # not read
-    else:
-        settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds)
-        noise = (*settings, draw.slots, draw.positions, draw.depth, rows // len(draw.slots))
-    best_candidates_kernel[(rows,)](
-        scores,
-        ids,
-        share,
-        best,
-        logprobs,
-        *noise,
-        count,
-        k,
-        DRAWN=draw is not None,
-        BLOCK_C=triton.next_power_of_2(count),
-        BLOCK_K=triton.next_power_of_2(max(k, 16)),
-        num_warps=2,
-        **early_options(),
-    )
-    return best, logprobs
