@@ -174,6 +174,22 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(BLOCK=64, COUNT=32, DRAWN=drawn, MAPPED=mapped), dtypes)
         for drawn, mapped, dtypes in ((False, False, _ALL), (True, False, _ALL), (True, True, ("bf16",)))
     ],
+    "linear_scan_kernel": [
+        Build(
+            dict(RANK=96, DRAWN=drawn, MAPPED=mapped, BLOCK=64, BLOCK_V=128, BLOCK_K=128, BLOCK_T=t, PDL=pdl),
+            dtypes,
+            4 if t <= 16 else 8,
+            types=(("scores", "data"),),
+        )
+        for drawn, mapped, t, pdl, dtypes in (
+            (False, False, 8, True, _HALVES),
+            (False, False, 8, False, _ALL),
+            (True, False, 8, True, _HALVES[:1]),
+            (False, False, 64, True, _HALVES[:1]),
+            (True, False, 64, False, _HALVES[:1]),
+            (True, True, 16, False, _HALVES[:1]),
+        )
+    ],
     "candidate_select_kernel": [
         Build(
             dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short, DRAWN=drawn, MAPPED=mapped),

@@ -142,6 +142,39 @@ def kept_by_filters(draw: Draw, slot: int, scores: list[float]) -> list[bool]:
     return kept
 
 
+def case_linear_candidates(fn: Callable, m) -> None:
+    draw = draw_of(m, [1.0, 0.0, 0.4, 1.5, 0.7], [3, 1, 0])
+    for rows, size, rank, count in (
+        (3, 600 if m.quick else 49152, 96, 20 if m.quick else 64),
+        (12, 300, 20, 16),
+        (3, 17, 200, 17),
+        (66, 130, 12, 9),
+    ):
+        x, weight = m.normal(rows, rank), m.normal(size, rank) * (3 / rank**0.5)
+        scores = x.double() @ weight.double().T
+        slack = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.3}[m.dtype]  # scores reach 15
+        twice = torch.arange(size, device=x.device) * 2 + 1
+        for drawn, ids in ((None, None), (draw, None), (draw, twice)):
+            places, share = fn(x, weight, count, drawn, ids)
+            tokens = torch.arange(size, device=x.device) if ids is None else ids
+            whole = scores if drawn is None else scores + noise_of(draw, rows, tokens[None])
+            assert torch.all(places[:, 1:] > places[:, :-1]) and int(places.max()) < size
+            found, best = whole.gather(1, places), whole.topk(count).values
+            assert torch.all(found.sort(1, descending=True).values >= best - slack)
+            want = found.logsumexp(1) - whole.logsumexp(1)
+            torch.testing.assert_close(share.double(), want, atol=slack / 6, rtol=0)
+            if drawn is None:
+                plain = places
+            greedy = slice(rows // 3, rows // 3 * 2)  # slot 1
+            assert torch.equal(places[greedy], plain[greedy])
+    x, weight = m.normal(3, 32), m.normal(300, 32)
+    x[0, 7], x[1] = torch.nan, 0.0
+    places, share = fn(x, weight, 8)
+    assert torch.isnan(share[0]) and int(places.min()) >= 0 and int(places.max()) < 300
+    assert all(len(set(row)) == 8 for row in places.tolist())
+    assert abs(float(share[1]) - math.log(8 / 300)) < 1e-5
+
+
 def case_row_dots(fn: Callable, m) -> None:
     for rows, count, hidden in ((1, 64, 576), (4, 9, 700), (2, 3, 5000)):
         x, table = m.normal(rows, hidden) / 8, m.normal(200, hidden) / 8

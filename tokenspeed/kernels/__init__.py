@@ -37,6 +37,7 @@ _linear_invariant = Op("linear_invariant")
 _draft_rows = Op("draft_rows")
 _draft_input = Op("draft_input")
 _top_candidates = Op("top_candidates")
+_linear_candidates = Op("linear_candidates")
 _row_dots = Op("row_dots")
 _grow_tree = Op("grow_tree")
 _build_tree = Op("build_tree")
@@ -197,6 +198,20 @@ def top_candidates(
         share: float32 [R], logsumexp of these less logsumexp of all; NaN for a row with a NaN.
     """
     return _top_candidates[scores.device.type](scores, count, draw, token_ids)
+
+
+def linear_candidates(
+    x: Tensor, weight: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """top_candidates of x @ weight.T, rounded to x's dtype, for few rows and a small K.
+
+    Args:
+        x: [R, K]. weight: [V, K], of x's dtype. count, draw, token_ids: as for `top_candidates`.
+
+    Returns:
+        As `top_candidates`.
+    """
+    return _linear_candidates[x.device.type](x, weight, count, draw, token_ids)
 
 
 def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:

@@ -146,6 +146,22 @@ def top_candidates(scores: Tensor, count: int, *_) -> tuple[Tensor, Tensor]:
     return _ints(scores, scores.shape[0], count), _floats(scores, scores.shape[0])
 
 
+def _linear_candidates(
+    x: Tensor,
+    weight: Tensor,
+    count: int,
+    draw: Sequence[Tensor],
+    depth: int,
+    token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return kernels.linear_candidates(x, weight, count, _draw(draw, depth), token_ids)
+
+
+@_register(run=_linear_candidates)
+def linear_candidates(x: Tensor, weight: Tensor, count: int, *_) -> tuple[Tensor, Tensor]:
+    return _ints(x, x.shape[0], count), _floats(x, x.shape[0])
+
+
 @_register()
 def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     return _floats(x, *indices.shape)

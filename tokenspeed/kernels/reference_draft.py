@@ -61,6 +61,12 @@ def top_candidates(
     return candidates, scores.gather(1, candidates).logsumexp(1) - scores.logsumexp(1)
 
 
+def linear_candidates(
+    x: Tensor, weight: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return top_candidates(F.linear(x, weight), count, draw, token_ids)
+
+
 def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     rows = F.embedding(indices, table)
     if rows.is_cuda and rows.dtype != torch.float32:

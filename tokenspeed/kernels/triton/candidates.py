@@ -6,6 +6,8 @@ counts and no sorting. A row that will be drawn at a temperature goes by its sco
 second pass makes that of its blocks once more.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
 _SCAN = 2048  # values a program of the first pass reads
 _BLOCK_H = 4096  # columns of row_dots that are on their way at once, at most
-_COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
+COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def candidate_scan_kernel(
     if DRAWN:
         slot = tl.load(slots + row // group)
         heat = tl.load(temperature + slot)
-        if heat >= _COLDEST:
+        if heat >= COLDEST:
             seed, position = tl.load(seeds + slot), tl.load(positions + row // group) + depth
             if MAPPED:
                 noise = token_noise(tl.load(token_ids + at, at < size, 0), seed, position)
@@ -156,7 +158,7 @@ def candidate_select_kernel(
     if DRAWN:
         slot = tl.load(slots + row // group)
         heat = tl.load(temperature + slot)
-        if heat >= _COLDEST:
+        if heat >= COLDEST:
             seed, position = tl.load(seeds + slot), tl.load(positions + row // group) + depth
             token = tl.load(token_ids + place, real, 0) if MAPPED else place
             values += heat * token_noise(token, seed, position)
@@ -204,66 +206,80 @@ def row_dots_kernel(
     tl.store(out + mine, tl.sum(products, 0))
 
 
+class Scan(NamedTuple):
+    """What the first pass leaves of scores [R, V]: maxima of blocks, and sums of exponentials by parts."""
+
+    block: int  # values a maximum is of
+    maxima: Tensor  # float32 [R, V / block]
+    partial: Tensor  # float32 [R, parts, 2]: largest value, sum of exponentials less that
+
+
+def new_scan(scores: Tensor, count: int, span: int) -> Scan:
+    """Empty ones. count: candidates of a row; of so many blocks at least. span: values that a program scans."""
+    rows, size = scores.shape
+    block = min(64, span)
+    while triton.cdiv(size, block) < count:
+        block //= 2
+    maxima = scores.new_empty((rows, triton.cdiv(size, block)), dtype=torch.float32)
+    return Scan(block, maxima, scores.new_empty((rows, triton.cdiv(size, span), 2), dtype=torch.float32))
+
+
+def noise_arguments(draw: Draw | None, token_ids: Tensor | None, rows: int, nothing: Scan) -> tuple:
+    """What both passes are given of the noise, and their constants."""
+    ids = nothing.maxima if token_ids is None else token_ids
+    flags = {"DRAWN": draw is not None, "MAPPED": token_ids is not None}
+    if draw is None:
+        return (nothing.maxima,) * 4 + (ids, 0, 1), flags  # not read
+    settings = (draw.temperature, draw.seeds, draw.slots, draw.positions, ids, draw.depth)
+    return (*settings, rows // len(draw.slots)), flags
+
+
 def top_candidates(
     scores: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `tokenspeed.kernels.top_candidates`."""
     rows, size = scores.shape
-    block = 64
-    while triton.cdiv(size, block) < count:
-        block //= 2
-    num_blocks, per_program = triton.cdiv(size, block), _SCAN // block
-    num_partial = triton.cdiv(num_blocks, per_program)
-    kept = triton.next_power_of_2(count)
-    maxima = scores.new_empty((rows, num_blocks), dtype=torch.float32)
-    partial = scores.new_empty((rows, num_partial, 2), dtype=torch.float32)
-    chosen = scores.new_empty((rows, kept), dtype=torch.int32)
-    candidates = scores.new_empty((rows, count), dtype=torch.int64)
-    share = scores.new_empty((rows,), dtype=torch.float32)
-    stride = scores.stride(0)
-    ids = candidates if token_ids is None else token_ids
-    if draw is None:
-        noise = (maxima, candidates, candidates, candidates, ids, 0, 1)  # not read
-    else:
-        noise = (
-            draw.temperature,
-            draw.seeds,
-            draw.slots,
-            draw.positions,
-            ids,
-            draw.depth,
-            rows // len(draw.slots),
-        )
-    flags = {"DRAWN": draw is not None, "MAPPED": token_ids is not None}
-    candidate_scan_kernel[(rows, num_partial)](
+    scan = new_scan(scores, count, _SCAN)
+    noise, flags = noise_arguments(draw, token_ids, rows, scan)
+    candidate_scan_kernel[(rows, scan.partial.shape[1])](
         scores,
-        maxima,
-        partial,
+        scan.maxima,
+        scan.partial,
         *noise,
         size,
-        stride,
-        num_blocks,
+        scores.stride(0),
+        scan.maxima.shape[1],
         **flags,
-        BLOCK=block,
-        COUNT=per_program,
+        BLOCK=scan.block,
+        COUNT=_SCAN // scan.block,
         num_warps=4,
         **early_options(),
     )
+    return select(scores, scan, count, noise, flags)
+
+
+def select(scores: Tensor, scan: Scan, count: int, noise: tuple, flags: dict) -> tuple[Tensor, Tensor]:
+    """The second pass: places int64 [R, count] and share float32 [R] of `top_candidates`."""
+    rows, size = scores.shape
+    kept, num_blocks, num_partial = triton.next_power_of_2(count), scan.maxima.shape[1], scan.partial.shape[1]
+    chosen = scores.new_empty((rows, kept), dtype=torch.int32)
+    candidates = scores.new_empty((rows, count), dtype=torch.int64)
+    share = scores.new_empty((rows,), dtype=torch.float32)
     candidate_select_kernel[(rows,)](
         scores,
-        maxima,
-        partial,
+        scan.maxima,
+        scan.partial,
         chosen,
         candidates,
         share,
         *noise,
         size,
-        stride,
+        scores.stride(0),
         num_blocks,
         num_partial,
         count,
         **flags,
-        BLOCK=block,
+        BLOCK=scan.block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         KEPT=kept,
         PARTIAL=triton.next_power_of_2(num_partial),

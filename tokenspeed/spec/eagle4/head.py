@@ -9,10 +9,13 @@ from torch import Tensor
 from tokenspeed import kernels
 from tokenspeed.kernels import Draw
 from tokenspeed.layers.embedding import Head, VocabTable
+from tokenspeed.layers.few_rows import most_rows
 from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.parameter import Params, Placement
 
 _NUM_CANDIDATES = 64  # of a full head: so many scores are ranked once more, exactly
+
+_MAX_RANK = 256  # of a low-rank head whose scores are scanned where they are computed
 
 
 class Candidates(NamedTuple):
@@ -69,6 +72,7 @@ class CandidateHead:
         hidden = table.weight.shape[1]
         self._down = ColumnParallel(hidden, {"efficient_lm_head_down_proj": rank}, place)
         self._up = ColumnParallel(rank, {"efficient_lm_head": table.vocab_size}, place)
+        self._few_rows = most_rows("linear_candidates", place, False) if rank <= _MAX_RANK else 0
 
     @property
     def num_tokens(self) -> int:
@@ -97,8 +101,10 @@ class CandidateHead:
 
     def _places(self, out: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """The c best of each row by the low-rank scores, int64 [R, c], and their share of all mass, float32 [R]."""
-        scores = self._up.apply(self._down.apply(out))
-        return kernels.top_candidates(scores, self.num_candidates, draw, self.token_ids)
+        low = self._down.apply(out)
+        if low.shape[0] <= self._few_rows:
+            return kernels.linear_candidates(low, self._up.weight, self.num_candidates, draw, self.token_ids)
+        return kernels.top_candidates(self._up.apply(low), self.num_candidates, draw, self.token_ids)
 
 
 def _dot_all(out: Tensor, table: Tensor) -> Tensor:
