@@ -15,12 +15,12 @@ from tokenspeed.kernels.triton.small_layer import BLOCK_T, block_k, small_tile
 _TYPE_NAMES = {
     "data": "x weight norm_weight residual bias gate_up q k v k_store v_store k_cache v_cache tail_k tail_v kv out "
     "table aux root_aux state token_gain state_gain slot_aux page_aux",
-    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids best_ids root tokens parents "
+    "*i64": "positions slots indices mask path_slots seeds src dst candidates ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "token_ids places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
-    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token part_used",
+    "*i32": "block_table prefix_lens starts cu_rows top_k chosen listed ranks part_token part_used",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
-    "logprobs lane_scores all_scores next_scores "
+    "lane_scores all_scores next_scores "
     "partials",
     "fp32": "eps scale",
 }
@@ -193,19 +193,36 @@ BUILDS: dict[str, list[Build]] = {
         Build(dict(BLOCK=64, COUNT=32, DRAWN=drawn, MAPPED=mapped), dtypes)
         for drawn, mapped, dtypes in ((False, False, _ALL), (True, False, _ALL), (True, True, ("bf16",)))
     ],
+    "linear_scan_kernel": [
+        Build(
+            dict(RANK=96, DRAWN=drawn, MAPPED=mapped, BLOCK=64, BLOCK_V=128, BLOCK_K=128, BLOCK_T=t, PDL=pdl),
+            dtypes,
+            4 if t <= 16 else 8,
+            types=(("scores", "data"),),
+        )
+        for drawn, mapped, t, pdl, dtypes in (
+            (False, False, 8, True, _HALVES),
+            (False, False, 8, False, _ALL),
+            (True, False, 8, True, _HALVES[:1]),
+            (False, False, 64, True, _HALVES[:1]),
+            (True, False, 64, False, _HALVES[:1]),
+            (True, True, 16, False, _HALVES[:1]),
+        )
+    ],
     "candidate_select_kernel": [
         Build(
-            dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short, DRAWN=drawn, MAPPED=mapped),
+            dict(
+                BLOCK=64, BLOCKS=1024, KEPT=64, LIST=128, PARTIAL=512, SHORT=short, DRAWN=drawn, MAPPED=mapped
+            ),
             dtypes,
             8,
         )
         for short, dtypes in ((True, ("bf16",)), (False, ("fp16", "fp32")))
         for drawn, mapped in ((False, False), (True, False), (True, True))
     ],
-    "row_dots_kernel": [Build(dict(BLOCK_C=2, BLOCK_H=2048), _ALL, types=(("out", "*fp32"),))],
-    "best_candidates_kernel": [
-        Build(dict(BLOCK_C=64, BLOCK_K=16, DRAWN=drawn), num_warps=2, types=(("k", "i32"),))
-        for drawn in (False, True)
+    "row_dots_kernel": [
+        Build(dict(SIZE=size, BLOCK_H=block), _ALL, types=(("out", "*fp32"),))
+        for size, block in ((576, 1024), (4096, 4096), (5120, 4096))
     ],
     "draft_rows_kernel": [
         Build(dict(BLOCK=128), types=(("k", "i32"), ("lanes", "i32"), ("root_positions", "*i64")))
@@ -215,7 +232,8 @@ BUILDS: dict[str, list[Build]] = {
         for p, n in ((False, False), (True, False), (True, True))
     ],
     "grow_tree_kernel": [
-        Build(dict(BLOCK_R=r, BLOCK_K=k), types=(("k", "i32"),)) for r, k in ((4, 4), (4, 16), (16, 16))
+        Build(dict(BLOCK_R=rows, BLOCK_C=64, DRAWN=drawn), num_warps=warps, types=(("k", "i32"),))
+        for rows, drawn, warps in ((4, False, 1), (16, False, 4), (4, True, 4), (16, True, 4))
     ],
     "build_tree_kernel": [
         Build(dict(COUNT=count, BLOCK_N=n), types=(("nan", "*i1"),))
@@ -230,7 +248,7 @@ BUILDS: dict[str, list[Build]] = {
 for _name in (
     *("sample_kernel", "sample_best_kernel", "draft_rows_kernel", "draft_input_kernel", "grow_tree_kernel"),
     *("read_slots_kernel", "place_nodes_kernel", "accept_kernel", "commit_kernel", "keep_aux_kernel"),
-    *("candidate_scan_kernel", "candidate_select_kernel", "row_dots_kernel", "best_candidates_kernel"),
+    *("candidate_scan_kernel", "candidate_select_kernel", "row_dots_kernel"),
     "build_tree_kernel",
 ):
     _plain = [replace(each, constants=each.constants | {"PDL": False}) for each in BUILDS[_name]]

@@ -25,6 +25,7 @@ WEIGHTS = {
     "norm_linear_kernel": {"weight", "norm_weight"},
     "linear_add_kernel": {"weight"},
     "combine_linear_add_kernel": {"weight"},
+    "linear_scan_kernel": {"weight"},
 }
 MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async\.c[ag]|red\.|atom\.|cp\.async\.bulk\.tensor)")
 

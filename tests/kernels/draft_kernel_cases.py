@@ -33,6 +33,12 @@ def case_top_candidates(fn: Callable, m) -> None:
             got, best = (scores.gather(1, p).float().sort(1).values for p in (places, want))
             assert torch.equal(got, best)
             torch.testing.assert_close(share, want_share, atol=1e-5, rtol=1e-5)
+    scores = (m.normal(2, 2000) * 2).round()  # levels of so many that no list has room for them
+    scores[1, 500:520] = torch.arange(20, 0, -1) + 20.0  # all of the best in one block
+    places, _ = fn(scores, 16)
+    for row in range(2):
+        best = scores[row].float().sort(descending=True, stable=True).values[:16]
+        assert torch.equal(scores[row, places[row]].float().sort(descending=True).values, best)
     scores = m.normal(3, 300)
     scores[0, 7], scores[1] = torch.nan, -torch.inf
     scores[1, 5], scores[2] = 1.0, 0.5
@@ -89,14 +95,31 @@ def candidates_by_noise(fn: Callable, m) -> None:
                 assert torch.equal(places[greedy], fn(scores[greedy], count)[0])
 
 
+def ranked(fn: Callable, scores, ids, share, k: int, batch: int, draw: Draw | None = None):
+    """The children that grow_tree records in step 0, of one row a request, or in step 1: ids, scores [R, k]."""
+    first, device = len(scores) == batch, scores.device
+    size = (batch, k + (0 if first else k * k))
+    tree = [
+        torch.zeros(size, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.int64)
+    ]
+    lanes = None
+    if not first:  # lanes whose scores are 0, so that their children have their own
+        zeros = torch.zeros(batch, k, dtype=torch.int64, device=device)
+        lanes = (zeros, zeros.float(), zeros)
+    fn(scores, ids, share, k, lanes, tuple(tree), 0 if first else 1, True, draw)
+    return tree[0][:, -len(scores) * k // batch :].reshape(-1, k), tree[1][
+        :, -len(scores) * k // batch :
+    ].reshape(-1, k)
+
+
 def best_by_noise(fn: Callable, m) -> None:
     draw = draw_of(m, [1.0, 0.0, 0.4, 1.5, 0.7], [3, 1, 0, 4, 2])
-    for each, count, k in ((4, 64, 4), (1, 10, 10), (3, 33, 1)):
+    for each, count, k in ((4, 64, 4), (1, 10, 10), (3, 33, 3)):
         rows = 5 * each
         scores, share = m.normal(rows, count, dtype=torch.float32) * 3, m.normal(rows, dtype=torch.float32)
         ids = torch.stack([torch.randperm(5000, generator=m.generator)[:count] for _ in range(rows)])
         ids, share = ids.to(scores.device), -share.abs()
-        got = fn(scores, ids, share, k, draw)
+        got = ranked(fn, scores, ids, share, k, 5, draw)
         noise = noise_of(draw, rows, ids)
         for r in range(rows):
             slot = int(draw.slots[r // each])
@@ -125,42 +148,88 @@ def kept_by_filters(draw: Draw, slot: int, scores: list[float]) -> list[bool]:
     return kept
 
 
+def case_linear_candidates(fn: Callable, m) -> None:
+    draw = draw_of(m, [1.0, 0.0, 0.4, 1.5, 0.7], [3, 1, 0])
+    for rows, size, rank, count in (
+        (3, 600 if m.quick else 49152, 96, 20 if m.quick else 64),
+        (12, 300, 20, 16),
+        (3, 17, 200, 17),
+        (66, 130, 12, 9),
+    ):
+        x, weight = m.normal(rows, rank), m.normal(size, rank) * (3 / rank**0.5)
+        scores = x.double() @ weight.double().T
+        slack = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.3}[m.dtype]  # scores reach 15
+        twice = torch.arange(size, device=x.device) * 2 + 1
+        for drawn, ids in ((None, None), (draw, None), (draw, twice))[: 1 if m.quick and rows > 12 else 3]:
+            places, share = fn(x, weight, count, drawn, ids)
+            tokens = torch.arange(size, device=x.device) if ids is None else ids
+            whole = scores if drawn is None else scores + noise_of(draw, rows, tokens[None])
+            assert torch.all(places[:, 1:] > places[:, :-1]) and int(places.max()) < size
+            found, best = whole.gather(1, places), whole.topk(count).values
+            assert torch.all(found.sort(1, descending=True).values >= best - slack)
+            want = found.logsumexp(1) - whole.logsumexp(1)
+            torch.testing.assert_close(share.double(), want, atol=slack / 6, rtol=0)
+            if drawn is None:
+                plain = places
+            greedy = slice(rows // 3, rows // 3 * 2)  # slot 1
+            assert torch.equal(places[greedy], plain[greedy])
+    x, weight = m.normal(3, 32), m.normal(300, 32)
+    x[0, 7], x[1] = torch.nan, 0.0
+    places, share = fn(x, weight, 8)
+    assert torch.isnan(share[0]) and int(places.min()) >= 0 and int(places.max()) < 300
+    assert all(len(set(row)) == 8 for row in places.tolist())
+    assert abs(float(share[1]) - math.log(8 / 300)) < 1e-5
+
+
 def case_row_dots(fn: Callable, m) -> None:
-    for rows, count, hidden in ((1, 64, 576), (4, 9, 700)):
-        x, table = m.normal(rows, hidden), m.normal(200, hidden)
+    for rows, count, hidden in ((1, 64, 576), (4, 9, 700), (2, 3, 5000)):
+        x, table = m.normal(rows, hidden) / 8, m.normal(200, hidden) / 8
         places = m.ints(0, 200, rows, count)
         want = (table.double()[places] * x.double()[:, None]).sum(-1)
         torch.testing.assert_close(fn(x, table, places).double(), want, atol=1e-3, rtol=1e-3)
 
 
-def case_best_candidates(fn: Callable, m) -> None:
-    for rows, count, k in ((4, 64, 4), (1, 10, 10), (3, 33, 1), (2, 64, 16)):
+def best_of_rows(fn: Callable, m) -> None:
+    """Which candidates become children, with ties, NaN and -inf among the scores."""
+    for rows, count, k in ((4, 64, 4), (1, 10, 10), (3, 33, 3), (16, 64, 16), (2, 100, 70)):
+        batch = 1 if rows == k else rows
         scores = m.normal(rows, count, dtype=torch.float32)
-        scores[:, : count // 2] = scores[:, : count // 2].round()  # ties
+        scores[:, : count // 2] = scores[:, : count // 2].round()  # ties, and zeros of both signs
         ids, share = m.ints(0, 5000, rows, count), -m.normal(rows, dtype=torch.float32).abs()
-        got, want = fn(scores, ids, share, k), reference.best_candidates(scores, ids, share, k)
+        got = ranked(fn, scores, ids, share, k, batch)
+        want = reference.best_candidates(scores, ids, share, k)
         assert torch.equal(got[0], want[0])
         torch.testing.assert_close(got[1], want[1], atol=1e-5, rtol=1e-5)
-    scores = m.normal(3, 12, dtype=torch.float32)
-    scores[0, 3], share = torch.nan, m.tensor([0.0, float("nan"), 0.0], torch.float32)
-    ids = torch.arange(36, device=scores.device).view(3, 12)
-    got = fn(scores, ids, share, 4)
-    assert torch.all(got[1][:2] == -torch.inf) and torch.isfinite(got[1][2]).all()
-    order = scores[:2].nan_to_num(nan=-torch.inf).sort(dim=1, descending=True, stable=True).indices
-    assert torch.equal(got[0][:2], ids[:2].gather(1, order[:, :4]))
+    scores = m.normal(4, 12, dtype=torch.float32)
+    scores[0, 3], scores[3, 2:] = torch.nan, -torch.inf
+    share = m.tensor([0.0, float("nan"), 0.0, 0.0], torch.float32)
+    ids = torch.arange(48, device=scores.device).view(4, 12)
+    for batch in (4, 1):  # rows of their own, or lanes of one tree
+        got = ranked(fn, scores, ids, share, 4, batch)
+        assert torch.all(got[1][:2] == -torch.inf) and torch.isfinite(got[1][2]).all()
+        assert torch.isfinite(got[1][3, :2]).all() and torch.all(got[1][3, 2:] == -torch.inf)
+        order = scores.nan_to_num(nan=-torch.inf).sort(dim=1, descending=True, stable=True).indices
+        assert torch.equal(got[0], ids.gather(1, order[:, :4]))
     best_by_noise(fn, m)
 
 
-def drawn(m, kind: str, batch: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Children of a draft step: tokens and log-probabilities, best first."""
-    logprobs = -m.normal(batch, rows, k, dtype=torch.float32).abs()
-    if kind == "ties":
-        logprobs = (logprobs * 2).round() / 2
-    logprobs = logprobs.sort(dim=2, descending=True).values
+def drawn(m, kind: str, batch: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Candidates of a draft step's rows: scores, ids, share."""
+    count = max(k, 24)
+    scores, share = (
+        m.normal(batch * rows, count, dtype=torch.float32) * 2,
+        m.tensor([0.0] * batch * rows, torch.float32),
+    )
+    if kind == "ties":  # within a row, and between rows of the same scores
+        scores = (
+            scores[:1]
+            .round()[:, torch.randperm(count, generator=m.generator).to(m.device)]
+            .repeat(batch * rows, 1)
+        )
     if kind == "nan":
-        logprobs[0] = torch.nan
-        logprobs[-1, 0] = -torch.inf
-    return m.ints(0, 9999, batch, rows, k), logprobs
+        scores[0] = torch.nan
+        scores[-1, 1:] = -torch.inf
+    return scores, m.ints(0, 9999, batch * rows, count), share
 
 
 def grown(fn: Callable, m, kind: str, batch: int, steps: int, k: int) -> tuple[torch.Tensor, ...]:
@@ -177,23 +246,35 @@ def grown(fn: Callable, m, kind: str, batch: int, steps: int, k: int) -> tuple[t
     )
     lanes = None
     for step in range(steps):
-        children = drawn(m, kind, batch, k if step else 1, k)
-        args = (*children, lanes)
+        args = (*drawn(m, kind, batch, k if step else 1, k), k, lanes)
         got = fn(*args, candidates, step, step + 1 == steps)
         want = reference.grow_tree(*args, others, step, step + 1 == steps)
-        assert all(torch.equal(a, b) for a, b in zip(candidates, others, strict=True))
+        assert same_lanes(candidates, others)
+        for mine, its in zip(candidates, others, strict=True):  # both go on from the same scores
+            mine.copy_(its)
         if want is None:
             assert got is None and step + 1 == steps
         else:
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            assert same_lanes((got[0], got[4], *got[1:4]), (want[0], want[4], *want[1:4]))
             lanes = (want[3], want[4], want[2])
     return candidates
+
+
+def same_lanes(got: tuple, want: tuple) -> bool:
+    """Whether whole numbers are equal, and scores but for rounding."""
+    for a, b in zip(got, want, strict=True):
+        if a.dtype == torch.float32:
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+        elif not torch.equal(a, b):
+            return False
+    return True
 
 
 def case_grow_tree(fn: Callable, m) -> None:
     for kind in ("random", "ties", "nan"):
         for steps, k, _ in SHAPES[1::2] if m.quick else SHAPES:
             grown(fn, m, kind, 2, steps, k)
+    best_of_rows(fn, m)
 
 
 def case_build_tree(fn: Callable, m) -> None:

@@ -200,11 +200,11 @@ def test_the_window_counts_by_index(tmp_path):
     frontier = requests.frontier()
     scores = []
 
-    def record(out, k, draw, topk=drafter.head.topk):
+    def record(out, k, draw, candidates=drafter.head.candidates):
         scores.append(out.clone())
-        return topk(out, k, draw)
+        return candidates(out, k, draw)
 
-    drafter.head.topk = record
+    drafter.head.candidates = record
 
     def outputs() -> list[torch.Tensor]:
         scores.clear()

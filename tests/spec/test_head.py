@@ -5,6 +5,7 @@ import torch
 
 from tokenspeed import kernels
 from tokenspeed.kernels import Draw
+from tokenspeed.kernels.reference_draft import best_candidates
 from tokenspeed.layers.embedding import Head, VocabTable
 from tokenspeed.layers.parameter import Placement
 from tokenspeed.spec.eagle4.head import CandidateHead, FullHead
@@ -38,10 +39,15 @@ def candidate_head(rank: int, c: int, offset: float = 0.0, token_ids=None) -> Ca
     return head
 
 
+def topk(head, out: torch.Tensor, k: int, draw: Draw | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's k best ids and their log-probabilities, as a tree takes them."""
+    return best_candidates(*head.candidates(out, k, draw), k, draw)
+
+
 @pytest.mark.parametrize("k", [1, 4, 64])
 def test_full_head(k):
     head = FullHead(Head(table(), CPU), None)
-    ids, logprobs = head.topk(rows(), k)
+    ids, logprobs = topk(head, rows(), k)
     exact = (rows().double() @ table().weight.double().t()).log_softmax(1)
     best = exact.sort(1, descending=True)
     assert torch.equal(ids, best.indices[:, :k]) and logprobs.dtype == torch.float32
@@ -50,7 +56,7 @@ def test_full_head(k):
 
 def test_full_head_of_a_reduced_vocabulary():
     token_ids = torch.arange(50) * 3 + 1
-    ids, logprobs = FullHead(Head(table(1, 50), CPU), token_ids).topk(rows(), 3)
+    ids, logprobs = topk(FullHead(Head(table(1, 50), CPU), token_ids), rows(), 3)
     exact = (rows() @ table(1, 50).weight.t()).log_softmax(1)
     assert torch.equal(ids, exact.topk(3).indices * 3 + 1)
     torch.testing.assert_close(logprobs, exact.topk(3).values)
@@ -58,7 +64,7 @@ def test_full_head_of_a_reduced_vocabulary():
 
 def test_candidate_head_with_all_candidates_is_the_full_head():
     full, low = FullHead(Head(table(), CPU), None), candidate_head(H, V)
-    (a, x), (b, y) = full.topk(rows(), 8), low.topk(rows(), 8)
+    (a, x), (b, y) = topk(full, rows(), 8), topk(low, rows(), 8)
     assert torch.equal(a, b)
     torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
@@ -66,13 +72,13 @@ def test_candidate_head_with_all_candidates_is_the_full_head():
 def test_candidate_head_of_full_rank_gives_exact_logprobs():
     """Exact low-rank scores make the candidates' share exact: log-probabilities over the whole vocabulary."""
     full, low = FullHead(Head(table(), CPU), None), candidate_head(H, 16)
-    (a, x), (b, y) = full.topk(rows(), 8), low.topk(rows(), 8)
+    (a, x), (b, y) = topk(full, rows(), 8), topk(low, rows(), 8)
     assert torch.equal(a, b)
     torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 
 def test_a_constant_in_the_low_rank_scores_changes_nothing():
-    (a, x), (b, y) = (candidate_head(12, 16, offset).topk(rows(), 8) for offset in (0.001, 30.0))
+    (a, x), (b, y) = (topk(candidate_head(12, 16, offset), rows(), 8) for offset in (0.001, 30.0))
     assert torch.equal(a, b)
     torch.testing.assert_close(x, y, atol=1e-3, rtol=1e-3)
 
@@ -82,7 +88,7 @@ def test_candidate_head_by_its_definition():
     params = head.params()
     low = rows().double() @ params["efficient_lm_head_down_proj.weight"].target.double().t()
     low = low @ params["efficient_lm_head.weight"].target.double().t()
-    ids, logprobs = head.topk(rows(), 5)
+    ids, logprobs = topk(head, rows(), 5)
     for r in range(5):
         c = low[r].topk(20).indices
         exact = (table().weight.double()[c] @ rows()[r].double()).softmax(0) * (
@@ -97,7 +103,7 @@ def test_candidate_head_by_its_definition():
 def test_nan_and_zero_rows(make):
     out = rows(3)
     out[0], out[1] = torch.nan, 0.0
-    ids, logprobs = make().topk(out, 6)
+    ids, logprobs = topk(make(), out, 6)
     assert int(ids.min()) >= 0 and int(ids.max()) < V
     assert (logprobs[0] == -torch.inf).all() and torch.isfinite(logprobs[1:]).all()
     assert ids[1].tolist() == sorted(ids[1].tolist())  # all scores are equal: by id
@@ -106,7 +112,8 @@ def test_nan_and_zero_rows(make):
 
 def test_ties_of_the_full_head_go_to_the_lowest_ids():
     assert (
-        FullHead(Head(table(1, 50), CPU), None).topk(torch.zeros(2, H), 9)[0].tolist() == [list(range(9))] * 2
+        topk(FullHead(Head(table(1, 50), CPU), None), torch.zeros(2, H), 9)[0].tolist()
+        == [list(range(9))] * 2
     )
 
 
@@ -145,9 +152,9 @@ def share_drawn(head: FullHead | CandidateHead, size: int, filters: list, depth:
     positions = (draw.positions + depth).repeat_interleave(each)
     settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds)
     drawn = kernels.sample(scores, *settings, positions, draw.slots)
-    ids, logprobs = head.topk(out, 1, draw)
+    ids, logprobs = topk(head, out, 1, draw)
     assert (logprobs <= 0).all() and torch.isfinite(logprobs).all()
-    best, _ = head.topk(out, 1)
+    best, _ = topk(head, out, 1)
     greedy = (draw.temperature[draw.slots] == 0).repeat_interleave(each)
     assert torch.equal(ids[greedy], best[greedy])
     assert (best[~greedy, 0] == drawn[~greedy]).float().mean() < 0.8  # noise must choose, or it shows nothing

@@ -8,6 +8,8 @@ from spec.draft_cases import python_tree
 
 from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
+from tokenspeed.kernels.reference_draft import best_candidates
+from tokenspeed.spec.eagle4.head import Candidates
 from tokenspeed.spec.eagle4.tree import Expansion, build_tree, check_shape, num_candidates
 
 SHAPES = [(1, 1, 2), (5, 1, 6), (1, 4, 5), (2, 64, 64), (3, 2, 4), (8, 4, 16), (12, 4, 16), (16, 4, 64), (16,
@@ -34,16 +36,22 @@ def drawn_children(kind: str, k: int, seed: int):
     return children
 
 
+def candidates_of(answers: list[list[tuple[int, float]]]) -> Candidates:
+    """Rows of (token, score) as a head gives them."""
+    scores = torch.tensor([[s for _, s in row] for row in answers], dtype=torch.float32)
+    return Candidates(
+        scores, torch.tensor([[t for t, _ in row] for row in answers]), torch.zeros(len(answers))
+    )
+
+
 def grow(shape: Shape, drafts: list, root: torch.Tensor):
     """Runs the tensor version over a batch of Python drafts; scores are exact in float32 for what ties."""
     growth, paths = Expansion(shape), [[()] for _ in drafts]
     lanes, rows = None, 1
     for _ in range(shape.steps):
         answers = [[children(p) for p in paths[b]] for b, children in enumerate(drafts)]
-        tokens = torch.tensor([[[t for t, _ in row] for row in a] for a in answers])
-        scores = torch.tensor([[[s for _, s in row] for row in a] for a in answers], dtype=torch.float32)
-        assert tokens.shape == (len(drafts), rows, shape.topk)
-        lanes = growth.grow(tokens, scores)
+        assert all(len(a) == rows for a in answers)
+        lanes = growth.grow(candidates_of([row for a in answers for row in a]))
         if lanes is not None:
             rows = shape.topk
             paths = [
@@ -71,16 +79,20 @@ def test_tree_is_the_reference_tree(kind, size):
     drafts = [drawn_children(kind, shape.topk, seed) for seed in (1, 2)]
     tree = grow(shape, drafts, root)
     for b, children in enumerate(drafts):
-        # A float32 sum may order two nearly equal scores otherwise than float64: give the reference rounded
-        # scores.
-        tokens, parents = python_tree(int(root[b]), shape, float32_sums(children))
+        tokens, parents = python_tree(int(root[b]), shape, ranked(children, shape.topk))
         assert tree.tokens[b].tolist() == tokens
         assert tree.parents[b].tolist() == parents
         check_numbers(tree, b)
 
 
-def float32_sums(children):
-    return lambda path: [(t, float(torch.tensor(s, dtype=torch.float32))) for t, s in children(path)]
+def ranked(children, k: int):
+    """The children of a path as a tree takes them: the best first, with their log-probabilities."""
+
+    def best(path):
+        tokens, logprobs = best_candidates(*candidates_of([children(path)]), k)
+        return list(zip(tokens[0].tolist(), logprobs[0].tolist(), strict=True))
+
+    return best
 
 
 def check_numbers(tree, b: int) -> None:
@@ -112,9 +124,8 @@ def test_the_principal_chain_has_the_first_numbers():
 
 def test_all_scores_lost_still_gives_a_whole_tree():
     shape, growth = Shape(4, 2, 9), Expansion(Shape(4, 2, 9))
-    growth.grow(torch.zeros(1, 1, 2, dtype=torch.long), torch.full((1, 1, 2), torch.nan))
-    for _ in range(3):
-        growth.grow(torch.zeros(1, 2, 2, dtype=torch.long), torch.full((1, 2, 2), torch.nan))
+    for rows in (1, 2, 2, 2):
+        growth.grow(candidates_of([[(0, torch.nan), (0, torch.nan)]] * rows))
     tree = build_tree(torch.tensor([3]), *growth.finish(), shape.nodes)
     check_numbers(tree, 0)
 

@@ -38,8 +38,8 @@ _linear_invariant = Op("linear_invariant")
 _draft_rows = Op("draft_rows")
 _draft_input = Op("draft_input")
 _top_candidates = Op("top_candidates")
+_linear_candidates = Op("linear_candidates")
 _row_dots = Op("row_dots")
-_best_candidates = Op("best_candidates")
 _grow_tree = Op("grow_tree")
 _build_tree = Op("build_tree")
 
@@ -201,49 +201,56 @@ def top_candidates(
     return _top_candidates[scores.device.type](scores, count, draw, token_ids)
 
 
+def linear_candidates(
+    x: Tensor, weight: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """top_candidates of x @ weight.T, rounded to x's dtype, for few rows and a small K.
+
+    Args:
+        x: [R, K]. weight: [V, K], of x's dtype. count, draw, token_ids: as for `top_candidates`.
+
+    Returns:
+        As `top_candidates`.
+    """
+    return _linear_candidates[x.device.type](x, weight, count, draw, token_ids)
+
+
 def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     """float32 [R, C]: row r of x [R, H] with rows indices[r] (int64 [R, C]) of table [V, H], contiguous."""
     return _row_dots[x.device.type](x, table, indices)
 
 
-def best_candidates(
-    scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
-) -> tuple[Tensor, Tensor]:
-    """The k best of each row's candidates: ids int64 [R, k] and log-probabilities float32 [R, k], best first.
-
-    Args:
-        scores: float32 [R, C] logits, C >= k. ids: int64 [R, C] what the candidates are.
-        share: float32 [R], added to log_softmax(scores). A NaN there or in a row gives that row -inf throughout,
-            still in the order of the scores.
-        draw: as for `top_candidates`. Candidates that the request's top-k, top-p or min-p would drop, were there no
-            others, lose 10.
-    """
-    return _best_candidates[scores.device.type](scores, ids, share, k, draw)
-
-
 def grow_tree(
-    tokens: Tensor,
-    logprobs: Tensor,
+    scores: Tensor,
+    ids: Tensor,
+    share: Tensor,
+    k: int,
     lanes: tuple[Tensor, Tensor, Tensor] | None,
     candidates: tuple[Tensor, Tensor, Tensor],
     step: int,
     last: bool,
+    draw: Draw | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    """One step of B draft trees: records the K children of each of R rows, and picks the next step's lanes.
+    """One step of B draft trees: the K best of each row's C tokens are its children, and of all a tree's new children
+    the K best are the next step's lanes. Of equal ones the first is better.
 
     Args:
-        tokens: int64 [B, R, K], R = 1 (the root) in step 0, then K. logprobs: float32 [B, R, K]; NaN counts as -inf.
+        scores: float32 [B R, C] logits, C >= K; R = 1 (the root) in step 0, then K. ids: int64 [B R, C] the tokens.
+        share: float32 [B R], added to log_softmax(scores), which gives log-probabilities, at most 0. A NaN there or
+            in a row makes the row's -inf, still in the order of the scores.
         lanes: of the rows: candidate numbers int64, cumulative scores float32, and masks int64, [B, K] each;
             None in step 0.
         candidates: tokens int64, cumulative scores float32 and parents int64 (a candidate number; -1: the root), each
             [B, K + (S - 1) K^2]. Written here, child c of row l of step i at K + (i - 1) K^2 + l K + c.
         last: nothing follows.
+        draw: as for `top_candidates`. Tokens that the request's top-k, top-p or min-p would drop, were there no
+            others, lose 10.
 
     Returns:
         Of the next lanes, [B, K] each: tokens, rows of this step that they continue, masks (bit j: row j of all lanes
         so far, itself included), candidate numbers, scores. None in the last step.
     """
-    return _grow_tree[tokens.device.type](tokens, logprobs, lanes, candidates, step, last)
+    return _grow_tree[scores.device.type](scores, ids, share, k, lanes, candidates, step, last, draw)
 
 
 def build_tree(

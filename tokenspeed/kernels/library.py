@@ -146,42 +146,53 @@ def top_candidates(scores: Tensor, count: int, *_) -> tuple[Tensor, Tensor]:
     return _ints(scores, scores.shape[0], count), _floats(scores, scores.shape[0])
 
 
+def _linear_candidates(
+    x: Tensor,
+    weight: Tensor,
+    count: int,
+    draw: Sequence[Tensor],
+    depth: int,
+    token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return kernels.linear_candidates(x, weight, count, _draw(draw, depth), token_ids)
+
+
+@_register(run=_linear_candidates)
+def linear_candidates(x: Tensor, weight: Tensor, count: int, *_) -> tuple[Tensor, Tensor]:
+    return _ints(x, x.shape[0], count), _floats(x, x.shape[0])
+
+
 @_register()
 def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     return _floats(x, *indices.shape)
 
 
-def _best_candidates(
-    scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Sequence[Tensor], depth: int
-) -> tuple[Tensor, Tensor]:
-    return kernels.best_candidates(scores, ids, share, k, _draw(draw, depth))
-
-
-@_register(run=_best_candidates)
-def best_candidates(scores: Tensor, ids: Tensor, share: Tensor, k: int, *_) -> tuple[Tensor, Tensor]:
-    return _ints(scores, scores.shape[0], k), _floats(scores, scores.shape[0], k)
-
-
 def _grow_tree(
-    tokens: Tensor,
-    logprobs: Tensor,
+    scores: Tensor,
+    ids: Tensor,
+    share: Tensor,
+    k: int,
     lanes: Sequence[Tensor],
     candidates: Sequence[Tensor],
     step: int,
     last: bool,
+    draw: Sequence[Tensor],
+    depth: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    found = kernels.grow_tree(tokens, logprobs, lanes or None, candidates, step, last)
-    return found or _lanes(tokens, last)
+    more = candidates, step, last, _draw(draw, depth)
+    return kernels.grow_tree(scores, ids, share, k, lanes or None, *more) or _lanes(candidates[0], k, last)
 
 
 @_register("candidates", run=_grow_tree)
-def grow_tree(tokens: Tensor, *rest) -> tuple[Tensor, ...]:
-    return _lanes(tokens, rest[-1])
+def grow_tree(
+    scores: Tensor, ids: Tensor, share: Tensor, k: int, lanes, candidates, step, last: bool, *_
+) -> tuple[Tensor, ...]:
+    return _lanes(candidates[0], k, last)
 
 
-def _lanes(tokens: Tensor, last: bool) -> tuple[Tensor, ...]:
+def _lanes(tokens: Tensor, k: int, last: bool) -> tuple[Tensor, ...]:
     """The next step's, or none of them."""
-    shape = tokens.shape[0], 0 if last else tokens.shape[2]
+    shape = tokens.shape[0], 0 if last else k
     return *(_ints(tokens, *shape) for _ in range(4)), _floats(tokens, *shape)
 
 

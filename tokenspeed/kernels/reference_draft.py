@@ -61,6 +61,12 @@ def top_candidates(
     return candidates, scores.gather(1, candidates).logsumexp(1) - scores.logsumexp(1)
 
 
+def linear_candidates(
+    x: Tensor, weight: Tensor, count: int, draw: Draw | None = None, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return top_candidates(F.linear(x, weight), count, draw, token_ids)
+
+
 def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     rows = F.embedding(indices, table)
     if rows.is_cuda and rows.dtype != torch.float32:
@@ -71,6 +77,7 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
 def best_candidates(
     scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
+    """The first half of `grow_tree`: each row's k best tokens int64 [R, k], and their log-probabilities float32."""
     rows, heat, slots, seeds, positions = _drawn_rows(draw, scores)
     if len(rows):
         warm, heat = scores[rows], heat[:, None]
@@ -104,6 +111,22 @@ def _dropped(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
 
 def grow_tree(
+    scores: Tensor,
+    ids: Tensor,
+    share: Tensor,
+    k: int,
+    lanes: tuple[Tensor, Tensor, Tensor] | None,
+    candidates: tuple[Tensor, Tensor, Tensor],
+    step: int,
+    last: bool,
+    draw: Draw | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    batch = len(candidates[0])
+    tokens, scores = (x.view(batch, -1, k) for x in best_candidates(scores, ids, share, k, draw))
+    return add_children(tokens, scores, lanes, candidates, step, last)
+
+
+def add_children(
     tokens: Tensor,
     logprobs: Tensor,
     lanes: tuple[Tensor, Tensor, Tensor] | None,
@@ -111,6 +134,7 @@ def grow_tree(
     step: int,
     last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    """The second half of `grow_tree`, from each row's children: tokens, log-probabilities [B, R, K], best first."""
     batch, rows, k = tokens.shape
     scores = _clean(logprobs)
     if lanes is None:

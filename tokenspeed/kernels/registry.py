@@ -66,8 +66,8 @@ OPS |= {
         ("draft_rows", "draft_rows"),
         ("draft_input", "draft_rows"),
         ("top_candidates", "candidates"),
+        ("linear_candidates", "linear_candidates"),
         ("row_dots", "candidates"),
-        ("best_candidates", "candidates"),
         ("grow_tree", "draft_tree"),
         ("build_tree", "draft_tree"),
     )

@@ -17,7 +17,7 @@ from tokenspeed.layers.parameter import Placement
 MOST_ROWS = 64
 # NVIDIA's compute capability -> op -> the most rows at which it was measured to win. What is not named is off.
 WINS: dict[tuple[int, int] | None, dict[str, int]] = {
-    (9, 0): {"linear_rows": 16, "linear_sums": 64, "gate_up_silu": 32},  # H200
+    (9, 0): {"linear_rows": 16, "linear_sums": 64, "gate_up_silu": 32, "linear_candidates": 64},  # H200
 }
 SMALL_OPS = ("norm_linear", "norm_gate_up_silu", "linear_add")
 # NVIDIA's compute capability -> the most rows, and the largest K of a layer's products, at which these were measured to
@@ -26,7 +26,7 @@ SMALL_WINS: dict[tuple[int, int] | None, tuple[int, int]] = {(9, 0): (8, 2048)} 
 
 
 def most_rows(op: str, place: Placement, bias: bool) -> int:
-    """Up to how many rows `op` (linear_rows, linear_sums or gate_up_silu) serves a layer; 0: never.
+    """Up to how many rows `op` (one of WINS) serves a layer; 0: never.
 
     Never where the product is more than the op: with a bias, over several ranks, or batch-invariant. Nor in float32,
     where plain and speculative decoding agree by the vendor's products.

@@ -19,7 +19,7 @@ from tokenspeed.config import Shape
 from tokenspeed.kernels import Draw
 from tokenspeed.spec.base import Drafter, DraftTree, Frontier
 from tokenspeed.spec.eagle4.drafter import EagleDrafter
-from tokenspeed.spec.eagle4.head import CandidateHead
+from tokenspeed.spec.eagle4.head import CandidateHead, Candidates
 from tokenspeed.spec.verify import accept
 
 
@@ -49,12 +49,12 @@ class _WatchedHead:
     def num_tokens(self) -> int:
         return self._head.num_tokens
 
-    def topk(self, out: Tensor, k: int, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+    def candidates(self, out: Tensor, k: int, draw: Draw | None = None) -> Candidates:
         step = next(self._calls)  # one call a step: of the roots, then of K lanes a root, the best one first
         best = out if step == 0 else out[::k]
         self._recall.rows[step] += len(best)
         self._recall.found[step] += int(self._head.holds_best(best).sum())
-        return self._head.topk(out, k, draw)
+        return self._head.candidates(out, k, draw)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ counts and no sorting. A row that will be drawn at a temperature goes by its sco
 second pass makes that of its blocks once more.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,11 +17,9 @@ from tokenspeed.kernels.rows import Draw
 from tokenspeed.kernels.triton.noise import run_noise, token_noise
 from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
-_LOW = tl.constexpr(-1e30)  # stands for -inf and NaN among what can still be picked; -inf is what was picked
 _SCAN = 2048  # values a program of the first pass reads
-_BLOCK_C, _BLOCK_H = 2, 2048  # candidates a program of row_dots, columns at a time
-_COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
-_FILTERED = tl.constexpr(10.0)  # taken off a candidate that the request's filters would drop
+_BLOCK_H = 4096  # columns of row_dots that are on their way at once, at most
+COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
 
 
 @triton.jit
@@ -52,11 +52,15 @@ def _threshold(keys, low, high, count):
 
 @triton.jit
 def _chosen(keys, threshold, count):
-    """Which keys are the `count` best: those over the threshold, then as many at it, the first ones."""
+    """Which keys are the `count` best, those over the threshold, then as many at it, the first ones; and how many of
+    them come before each.
+    """
     above = keys > threshold
     level = keys == threshold
+    seen = tl.cumsum((above.to(tl.int64) << 32) + level.to(tl.int64), 0)  # both in one
     room = count - tl.sum(above.to(tl.int32), 0)
-    return above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
+    at = (seen & 0xFFFFFFFF).to(tl.int32)
+    return above | (level & (at <= room)), (seen >> 32).to(tl.int32) + tl.minimum(at, room) - 1
 
 
 @triton.jit(do_not_specialize=["depth"])
@@ -90,7 +94,7 @@ def candidate_scan_kernel(
     if DRAWN:
         slot = tl.load(slots + row // group)
         heat = tl.load(temperature + slot)
-        if heat >= _COLDEST:
+        if heat >= COLDEST:
             seed, position = tl.load(seeds + slot), tl.load(positions + row // group) + depth
             if MAPPED:
                 noise = token_noise(tl.load(token_ids + at, at < size, 0), seed, position)
@@ -113,6 +117,7 @@ def candidate_select_kernel(
     maxima,
     partial,
     chosen,
+    listed,
     candidates,
     share,
     temperature,
@@ -132,21 +137,30 @@ def candidate_select_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     KEPT: tl.constexpr,
+    LIST: tl.constexpr,
     PARTIAL: tl.constexpr,
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: the `count` blocks with the largest maxima, then the `count` best values in them, by place."""
+    """One row: the `count` blocks with the largest maxima, then the `count` best values in them, by place.
+
+    Few of those blocks' values reach the least of the maxima, hardly more than one a block: up to LIST of them are
+    listed and ranked by counting who comes before; of more, the best are found by a threshold.
+    """
     wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCKS)
+    blocks, parts = tl.arange(0, BLOCKS), tl.arange(0, PARTIAL)
     best = tl.load(maxima + row * num_blocks + blocks, blocks < num_blocks, float("-inf"))
+    pointer = partial + (row * num_partial + parts) * 2
+    peaks = tl.load(pointer, parts < num_partial, float("-inf"))
+    totals = tl.load(pointer + 1, parts < num_partial, 0.0)
+
     lowest = -65536 if SHORT else -4294967296  # below the key of -inf, which real blocks may have
     keys = tl.where(blocks < num_blocks, _keys(best, SHORT), lowest)
     low = tl.min(tl.where(blocks < num_blocks, keys, -lowest), 0)
     least = _threshold(keys, low, tl.max(keys, 0), count)
-    keep = _chosen(keys, least, count)
-    tl.store(chosen + row * KEPT + tl.cumsum(keep.to(tl.int32), 0) - 1, blocks, keep)
+    keep, to = _chosen(keys, least, count)
+    tl.store(chosen + row * KEPT + to, blocks, keep)
     tl.debug_barrier()  # another thread has stored what this one loads
 
     at = tl.arange(0, KEPT * BLOCK)
@@ -154,30 +168,42 @@ def candidate_select_kernel(
     place = block * BLOCK + at % BLOCK
     real = (at // BLOCK < count) & (place < size)
     values = tl.load(x + row * stride + place, real, float("-inf")).to(tl.float32)
-    # Each of the chosen blocks has a value as large as `least`, so there are enough of those.
     if DRAWN:
         slot = tl.load(slots + row // group)
         heat = tl.load(temperature + slot)
-        if heat >= _COLDEST:
+        if heat >= COLDEST:
             seed, position = tl.load(seeds + slot), tl.load(positions + row // group) + depth
             token = tl.load(token_ids + place, real, 0) if MAPPED else place
             values += heat * token_noise(token, seed, position)
-            least = tl.min(
-                tl.where(real, _keys(values, SHORT), -lowest), 0
-            )  # a sum may be rounded otherwise here
-    keys = tl.where(real, _keys(values, SHORT), lowest)
-    keep = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
-    tl.store(candidates + row * count + tl.cumsum(keep.to(tl.int32), 0) - 1, place.to(tl.int64), keep)
-
-    parts = tl.arange(0, PARTIAL)
-    pointer = partial + (row * num_partial + parts) * 2
-    peaks = tl.load(pointer, parts < num_partial, float("-inf"))
-    totals = tl.load(pointer + 1, parts < num_partial, 0.0)
     peak = tl.max(peaks, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.sum(totals * tl.exp(peaks - base), 0)
-    mine = tl.sum(tl.where(keep, tl.exp(values - base), 0.0), 0)
-    tl.store(share + row, tl.log(mine) - tl.log(total))
+
+    # Each of the chosen blocks has a value as large as `least`, unless a sum with noise was rounded otherwise here.
+    keys = tl.where(real, _keys(values, SHORT), lowest)
+    found = real & (keys >= least)
+    number = tl.sum(found.to(tl.int32), 0)
+    if (number >= count) & (number <= LIST):
+        entry = listed + row * LIST * 2
+        own = entry + tl.cumsum(found.to(tl.int32), 0) - 1
+        tl.store(own, values.to(tl.int32, bitcast=True), found)
+        tl.store(own + LIST, place, found)
+        tl.debug_barrier()
+        item = tl.arange(0, LIST)
+        used = item < number
+        value = tl.load(entry + item, used, 0).to(tl.float32, bitcast=True)
+        order = tl.where(used, (_keys(value, SHORT).to(tl.int64) << 16) - item, -(2**62))
+        picked = used & (tl.sum((order[None, :] > order[:, None]).to(tl.int32), 1) < count)
+        out = candidates + row * count + tl.cumsum(picked.to(tl.int32), 0) - 1
+        tl.store(out, tl.load(entry + LIST + item, used, 0).to(tl.int64), picked)
+        mass = tl.sum(tl.where(picked, tl.exp(value - base), 0.0), 0)
+    else:
+        if DRAWN:
+            least = tl.min(tl.where(real, keys, -lowest), 0)
+        above, rank = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
+        tl.store(candidates + row * count + rank, place.to(tl.int64), above)
+        mass = tl.sum(tl.where(above, tl.exp(values - base), 0.0), 0)
+    tl.store(share + row, tl.log(mass) - tl.log(total))
 
 
 @triton.jit
@@ -186,93 +212,52 @@ def row_dots_kernel(
     table,
     indices,
     out,
-    size,
     stride,
     count,
-    BLOCK_C: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Dots of one row with BLOCK_C of its own rows of the table."""
+    """The dot of one row with one of its own rows of the table."""
     wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
-    mine = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    rows = tl.load(indices + row * count + mine, mine < count, 0)
-    total = tl.zeros((BLOCK_C,), tl.float32)
-    for start in range(0, size, BLOCK_H):
+    mine = row * count + tl.program_id(1)
+    own = tl.load(indices + mine)
+    products = tl.zeros((BLOCK_H,), tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK_H):
         columns = start + tl.arange(0, BLOCK_H)
-        a = tl.load(x + row * stride + columns, columns < size, 0.0).to(tl.float32)
-        inside = (mine < count)[:, None] & (columns < size)[None, :]
-        b = tl.load(table + rows[:, None] * size + columns[None, :], inside, 0.0).to(tl.float32)
-        total += tl.sum(a[None, :] * b, 1)
-    tl.store(out + row * count + mine, total, mine < count)
+        # x is asked for first: it need not wait for the index.
+        a = tl.load(x + row * stride + columns, columns < SIZE, 0.0).to(tl.float32)
+        products += a * tl.load(table + own * SIZE + columns, columns < SIZE, 0.0).to(tl.float32)
+    tl.store(out + mine, tl.sum(products, 0))
 
 
-@triton.jit(do_not_specialize=["k", "depth"])
-def best_candidates_kernel(
-    scores,
-    ids,
-    share,
-    best_ids,
-    logprobs,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seeds,
-    slots,
-    positions,
-    depth,
-    group,
-    count,
-    k,
-    DRAWN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The k best of one row's candidates, equal ones by place, and their log-probabilities."""
-    wait_early(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column, child = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
-    x = tl.load(scores + row * count + column, column < count, float("-inf"))
-    if DRAWN:
-        slot = tl.load(slots + row // group)
-        heat = tl.load(temperature + slot)
-        if heat >= _COLDEST:
-            # What the filters drop if there are no tokens but these.
-            cool = x / heat
-            peak = tl.max(cool, 0)
-            mass = tl.exp(cool - peak)
-            above = cool[None, :] > cool[:, None]  # [i, j]: j is better than i
-            nucleus, most = tl.load(top_p + slot), tl.load(top_k + slot)
-            dropped = (most > 0) & (tl.sum(above.to(tl.int32), 1) >= most)
-            before = tl.sum(tl.where(above, mass[None, :], 0.0), 1)
-            limit = tl.where(nucleus < 1.0, nucleus * tl.sum(mass, 0), float("inf"))
-            dropped = dropped | (before >= limit)
-            dropped = dropped | (cool < peak + tl.log(tl.load(min_p + slot)))
-            token = tl.load(ids + row * count + column, column < count, 0)
-            position = tl.load(positions + row // group) + depth
-            x += heat * token_noise(token, tl.load(seeds + slot), position) - tl.where(
-                dropped, _FILTERED, 0.0
-            )
-    keys = tl.where(x == x, tl.maximum(x, _LOW), _LOW)
-    peak = tl.max(keys, 0)
-    norm = tl.load(share + row) - peak - tl.log(tl.sum(tl.exp(x - peak), 0))  # a NaN reaches it
-    keys = tl.where(column < count, keys, float("-inf"))
-    best = tl.zeros((BLOCK_K,), tl.float32)
-    at = tl.zeros((BLOCK_K,), tl.int32)
-    for i in range(k):
-        top = tl.max(keys, 0)
-        where = tl.min(tl.where(keys == top, column, BLOCK_C), 0)
-        best = tl.where(child == i, top, best)
-        at = tl.where(child == i, where, at)
-        keys = tl.where(column == where, float("-inf"), keys)
-    value = best + norm
-    value = tl.where(value == value, tl.minimum(value, 0.0), float("-inf"))
-    best = tl.where(best > _LOW, value, float("-inf"))
-    tl.store(best_ids + row * k + child, tl.load(ids + row * count + at, child < k, 0), child < k)
-    tl.store(logprobs + row * k + child, best, child < k)
+class Scan(NamedTuple):
+    """What the first pass leaves of scores [R, V]: maxima of blocks, and sums of exponentials by parts."""
+
+    block: int  # values a maximum is of
+    maxima: Tensor  # float32 [R, V / block]
+    partial: Tensor  # float32 [R, parts, 2]: largest value, sum of exponentials less that
+
+
+def new_scan(scores: Tensor, count: int, span: int) -> Scan:
+    """Empty ones. count: candidates of a row; of so many blocks at least. span: values that a program scans."""
+    rows, size = scores.shape
+    block = min(64, span)
+    while triton.cdiv(size, block) < count:
+        block //= 2
+    maxima = scores.new_empty((rows, triton.cdiv(size, block)), dtype=torch.float32)
+    return Scan(block, maxima, scores.new_empty((rows, triton.cdiv(size, span), 2), dtype=torch.float32))
+
+
+def noise_arguments(draw: Draw | None, token_ids: Tensor | None, rows: int, nothing: Scan) -> tuple:
+    """What both passes are given of the noise, and their constants."""
+    ids = nothing.maxima if token_ids is None else token_ids
+    flags = {"DRAWN": draw is not None, "MAPPED": token_ids is not None}
+    if draw is None:
+        return (nothing.maxima,) * 4 + (ids, 0, 1), flags  # not read
+    settings = (draw.temperature, draw.seeds, draw.slots, draw.positions, ids, draw.depth)
+    return (*settings, rows // len(draw.slots)), flags
 
 
 def top_candidates(
@@ -280,63 +265,53 @@ def top_candidates(
 ) -> tuple[Tensor, Tensor]:
     """See `tokenspeed.kernels.top_candidates`."""
     rows, size = scores.shape
-    block = 64
-    while triton.cdiv(size, block) < count:
-        block //= 2
-    num_blocks, per_program = triton.cdiv(size, block), _SCAN // block
-    num_partial = triton.cdiv(num_blocks, per_program)
-    kept = triton.next_power_of_2(count)
-    maxima = scores.new_empty((rows, num_blocks), dtype=torch.float32)
-    partial = scores.new_empty((rows, num_partial, 2), dtype=torch.float32)
-    chosen = scores.new_empty((rows, kept), dtype=torch.int32)
-    candidates = scores.new_empty((rows, count), dtype=torch.int64)
-    share = scores.new_empty((rows,), dtype=torch.float32)
-    stride = scores.stride(0)
-    ids = candidates if token_ids is None else token_ids
-    if draw is None:
-        noise = (maxima, candidates, candidates, candidates, ids, 0, 1)  # not read
-    else:
-        noise = (
-            draw.temperature,
-            draw.seeds,
-            draw.slots,
-            draw.positions,
-            ids,
-            draw.depth,
-            rows // len(draw.slots),
-        )
-    flags = {"DRAWN": draw is not None, "MAPPED": token_ids is not None}
-    candidate_scan_kernel[(rows, num_partial)](
+    scan = new_scan(scores, count, _SCAN)
+    noise, flags = noise_arguments(draw, token_ids, rows, scan)
+    candidate_scan_kernel[(rows, scan.partial.shape[1])](
         scores,
-        maxima,
-        partial,
+        scan.maxima,
+        scan.partial,
         *noise,
         size,
-        stride,
-        num_blocks,
+        scores.stride(0),
+        scan.maxima.shape[1],
         **flags,
-        BLOCK=block,
-        COUNT=per_program,
+        BLOCK=scan.block,
+        COUNT=_SCAN // scan.block,
         num_warps=4,
         **early_options(),
     )
+    return select(scores, scan, count, noise, flags)
+
+
+def select(scores: Tensor, scan: Scan, count: int, noise: tuple, flags: dict) -> tuple[Tensor, Tensor]:
+    """The second pass: places int64 [R, count] and share float32 [R] of `top_candidates`."""
+    rows, size = scores.shape
+    kept, num_blocks, num_partial = triton.next_power_of_2(count), scan.maxima.shape[1], scan.partial.shape[1]
+    listing = 128 if kept <= 64 else 256
+    chosen = scores.new_empty((rows, kept), dtype=torch.int32)
+    listed = scores.new_empty((rows, 2, listing), dtype=torch.int32)
+    candidates = scores.new_empty((rows, count), dtype=torch.int64)
+    share = scores.new_empty((rows,), dtype=torch.float32)
     candidate_select_kernel[(rows,)](
         scores,
-        maxima,
-        partial,
+        scan.maxima,
+        scan.partial,
         chosen,
+        listed,
         candidates,
         share,
         *noise,
         size,
-        stride,
+        scores.stride(0),
         num_blocks,
         num_partial,
         count,
         **flags,
-        BLOCK=block,
+        BLOCK=scan.block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         KEPT=kept,
+        LIST=listing,
         PARTIAL=triton.next_power_of_2(num_partial),
         SHORT=scores.dtype == torch.bfloat16,
         num_warps=8,
@@ -349,47 +324,16 @@ def row_dots(x: Tensor, table: Tensor, indices: Tensor) -> Tensor:
     """See `tokenspeed.kernels.row_dots`."""
     rows, count = indices.shape
     out = x.new_empty((rows, count), dtype=torch.float32)
-    row_dots_kernel[(rows, triton.cdiv(count, _BLOCK_C))](
+    row_dots_kernel[(rows, count)](
         x,
         table,
         indices,
         out,
-        x.shape[1],
         x.stride(0),
         count,
-        BLOCK_C=_BLOCK_C,
-        BLOCK_H=_BLOCK_H,
+        SIZE=x.shape[1],
+        BLOCK_H=min(_BLOCK_H, triton.next_power_of_2(x.shape[1])),
         num_warps=4,
         **early_options(),
     )
     return out
-
-
-def best_candidates(
-    scores: Tensor, ids: Tensor, share: Tensor, k: int, draw: Draw | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `tokenspeed.kernels.best_candidates`."""
-    rows, count = scores.shape
-    best = torch.empty((rows, k), dtype=torch.int64, device=scores.device)
-    logprobs = torch.empty((rows, k), dtype=torch.float32, device=scores.device)
-    if draw is None:
-        noise = (share, ids, share, share, ids, ids, ids, 0, 1)  # not read
-    else:
-        settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds)
-        noise = (*settings, draw.slots, draw.positions, draw.depth, rows // len(draw.slots))
-    best_candidates_kernel[(rows,)](
-        scores,
-        ids,
-        share,
-        best,
-        logprobs,
-        *noise,
-        count,
-        k,
-        DRAWN=draw is not None,
-        BLOCK_C=triton.next_power_of_2(count),
-        BLOCK_K=triton.next_power_of_2(max(k, 16)),
-        num_warps=2,
-        **early_options(),
-    )
-    return best, logprobs

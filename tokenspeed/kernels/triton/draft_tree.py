@@ -1,5 +1,7 @@
 """Growing and building draft trees in Triton: one program a request, one launch a draft step and one a tree.
 
+A step ranks the candidates of its rows, whose best are children, and picks the next lanes of the children.
+
 Numbers of nodes are small, so the best are picked one by one, or ranked by counting who comes before.
 """
 
@@ -8,15 +10,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenspeed.kernels.rows import Draw
+from tokenspeed.kernels.triton.noise import token_noise
 from tokenspeed.kernels.triton.pdl import early_options, wait_early
 
-_LOW = tl.constexpr(-1e30)  # stands for -inf among what can still be picked; -inf is what was picked
+_LOW = tl.constexpr(-1e30)  # stands for -inf and NaN
+_TAKEN = tl.constexpr(-(2**63))  # below every sortable score
+_COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
+_FILTERED = tl.constexpr(10.0)  # taken off a candidate that the request's filters would drop
 
 
-@triton.jit(do_not_specialize=["total", "step", "k", "rows", "last"])
+@triton.jit
+def _sortable(x, place):
+    """Whole numbers that sort as float32 `x` does, equal ones by the lower place first; x has no NaN."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # one zero
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit
+def _drawn_scores(
+    x,
+    ids,
+    scores,
+    heat,
+    most,
+    nucleus,
+    floor,
+    seed,
+    position,
+    rows,
+    count,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Scores x [BLOCK_R, BLOCK_C] with the noise of their tokens, less 10 where the filters would drop one if there
+    were no tokens but these.
+    """
+    row, column = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    lost = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for r in range(rows):  # each [C, C], which is too much for all at once
+        cool = tl.load(scores + r * count + column, column < count, float("-inf")) / heat
+        peak = tl.max(cool, 0)
+        mass = tl.exp(cool - peak)
+        above = cool[None, :] > cool[:, None]  # [i, j]: j is better than i
+        dropped = (most > 0) & (tl.sum(above.to(tl.int32), 1) >= most)
+        before = tl.sum(tl.where(above, mass[None, :], 0.0), 1)
+        limit = tl.where(nucleus < 1.0, nucleus * tl.sum(mass, 0), float("inf"))
+        dropped = dropped | (before >= limit) | (cool < peak + tl.log(floor))
+        lost = tl.where(row[:, None] == r, tl.where(dropped, _FILTERED, 0.0)[None, :], lost)
+    return x + (heat * token_noise(ids, seed, position) - lost)
+
+
+@triton.jit(do_not_specialize=["total", "step", "k", "rows", "last", "depth"])
 def grow_tree_kernel(
-    tokens,
-    logprobs,
+    scores,
+    ids,
+    share,
     lanes,
     lane_scores,
     lane_mask,
@@ -28,54 +78,90 @@ def grow_tree_kernel(
     next_mask,
     next_lanes,
     next_scores,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    slots,
+    positions,
+    depth,
     total,
     step,
     k,
     rows,
+    count,
     last,
+    DRAWN: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Records the k children of each of the rows, and picks of them all the k best as lanes."""
+    """Picks the k best candidates of each row as its children, records them, and picks of them all k lanes.
+
+    A candidate stays where it was loaded, and learns of its rank and its lane: who has one stores itself.
+    """
     wait_early(PDL)
     request = tl.program_id(0).to(tl.int64)
-    row, child = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    row, column = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     own = request * rows + row
-    mine = (row < rows)[:, None] & (child < k)[None, :]
-    at = own[:, None] * k + child[None, :]
-    value = tl.load(logprobs + at, mine, 0.0)
-    value = tl.where(value == value, tl.minimum(tl.maximum(value, _LOW), 0.0), _LOW)
-    value += tl.load(lane_scores + own, (row < rows) & (step > 0), 0.0)[:, None]
-    value = tl.maximum(value, _LOW)
-    token = tl.load(tokens + at, mine, 0)
-    parent = tl.load(lanes + own, (row < rows) & (step > 0), -1)
+    real = row < rows
+    later = real & (step > 0)  # rows that are lanes
+    valid = real[:, None] & (column < count)[None, :]
+    at = own[:, None] * count + column[None, :]
+    x = tl.load(scores + at, valid, float("-inf"))
+    token = tl.load(ids + at, valid, 0)
+    mass = tl.load(share + own, real, 0.0)
+    above = tl.load(lane_scores + own, later, 0.0)
+    parent = tl.load(lanes + own, later, -1)
+    mask = tl.load(lane_mask + own, later, 0)
+    if DRAWN:
+        slot = tl.load(slots + request)
+        heat = tl.load(temperature + slot)
+        if heat >= _COLDEST:
+            most, nucleus, floor = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
+            seed, position = tl.load(seeds + slot), tl.load(positions + request) + depth
+            mine = scores + request * rows * count
+            x = _drawn_scores(
+                x, token, mine, heat, most, nucleus, floor, seed, position, rows, count, BLOCK_R, BLOCK_C
+            )
+
+    value = tl.where(x == x, tl.maximum(x, _LOW), _LOW)
+    peak = tl.max(value, 1)
+    norm = mass - peak - tl.log(tl.sum(tl.exp(x - peak[:, None]), 1))  # a NaN reaches it
+    key = tl.where(valid, _sortable(value, column[None, :]), _TAKEN)
+    rank = tl.full((BLOCK_R, BLOCK_C), -1, tl.int32)
+    for i in range(k):
+        best = valid & (key == tl.max(key, 1)[:, None])
+        rank = tl.where(best, i, rank)
+        key = tl.where(best, _TAKEN, key)
+
+    child = rank >= 0
+    logprob = tl.where(value > _LOW, value + norm[:, None], _LOW)
+    logprob = tl.where(logprob == logprob, tl.minimum(tl.maximum(logprob, _LOW), 0.0), _LOW)
+    value = tl.maximum(logprob + above[:, None], _LOW)
+    score = tl.where(value <= _LOW, float("-inf"), value)
     base = tl.where(step == 0, 0, k + (step - 1) * k * k)
-    flat = row[:, None] * k + child[None, :]
+    flat = row[:, None] * k + rank
     out = request * total + base + flat
-    tl.store(all_tokens + out, token, mine)
-    tl.store(all_scores + out, tl.where(value <= _LOW, float("-inf"), value), mine)
-    tl.store(all_parents + out, tl.broadcast_to(parent[:, None], (BLOCK_R, BLOCK_K)), mine)
+    tl.store(all_tokens + out, token, child)
+    tl.store(all_scores + out, score, child)
+    tl.store(all_parents + out, tl.broadcast_to(parent[:, None], (BLOCK_R, BLOCK_C)), child)
     if last == 0:
-        value = tl.where(mine, value, float("-inf"))
-        picked = tl.zeros((BLOCK_K,), tl.int32)
-        score = tl.zeros((BLOCK_K,), tl.float32)
+        key = tl.where(child, _sortable(value, flat), _TAKEN)
+        lane = tl.full((BLOCK_R, BLOCK_C), -1, tl.int32)
         for i in range(k):
-            top = tl.max(tl.max(value, 1), 0)
-            where = tl.min(tl.min(tl.where(value == top, flat, BLOCK_R * BLOCK_K * BLOCK_K), 1), 0)
-            picked = tl.where(child == i, where, picked)
-            score = tl.where(child == i, top, score)
-            value = tl.where(flat == where, float("-inf"), value)
-        inside = child < k
-        parents = picked // k  # rows of this step
-        mask = tl.load(lane_mask + request * rows + parents, inside & (step > 0), 0)
-        bit = tl.full((BLOCK_K,), 1, tl.int64) << (step * k + child).to(tl.int64)
-        to = request * k + child
-        tl.store(next_tokens + to, tl.load(tokens + request * rows * k + picked, inside, 0), inside)
-        tl.store(next_rows + to, parents.to(tl.int64), inside)
-        tl.store(next_mask + to, mask | bit, inside)
-        tl.store(next_lanes + to, (base + picked).to(tl.int64), inside)
-        tl.store(next_scores + to, tl.where(score <= _LOW, float("-inf"), score), inside)
+            best = child & (key == tl.max(tl.max(key, 1), 0))
+            lane = tl.where(best, i, lane)
+            key = tl.where(best, _TAKEN, key)
+        picked = lane >= 0
+        bit = tl.full((BLOCK_R, BLOCK_C), 1, tl.int64) << tl.where(picked, step * k + lane, 0).to(tl.int64)
+        to = request * k + lane
+        tl.store(next_tokens + to, token, picked)
+        tl.store(next_rows + to, tl.broadcast_to(row[:, None], (BLOCK_R, BLOCK_C)).to(tl.int64), picked)
+        tl.store(next_mask + to, mask[:, None] | bit, picked)
+        tl.store(next_lanes + to, (base + flat).to(tl.int64), picked)
+        tl.store(next_scores + to, score, picked)
 
 
 @triton.jit(do_not_specialize=["total", "nodes"])
@@ -159,40 +245,49 @@ def build_tree_kernel(
     tl.store(mask + out, tl.sum(lineage << others[None, :], 1), real)
 
 
-def _block(size: int) -> int:
-    """Few sizes of blocks, so that few kernels are compiled."""
-    return 4 if size <= 4 else triton.next_power_of_2(max(size, 16))
-
-
 def grow_tree(
-    tokens: Tensor,
-    logprobs: Tensor,
+    scores: Tensor,
+    ids: Tensor,
+    share: Tensor,
+    k: int,
     lanes: tuple[Tensor, Tensor, Tensor] | None,
     candidates: tuple[Tensor, Tensor, Tensor],
     step: int,
     last: bool,
+    draw: Draw | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
     """See `tokenspeed.kernels.grow_tree`."""
-    batch, rows, k = tokens.shape
-    numbers = (
-        [] if last else [torch.empty((batch, k), dtype=torch.int64, device=tokens.device) for _ in range(4)]
-    )
-    found = None if last else (*numbers, torch.empty((batch, k), dtype=torch.float32, device=tokens.device))
+    batch, count, device = candidates[0].shape[0], scores.shape[1], scores.device
+    rows = len(scores) // batch
+    found = None
+    if not last:
+        numbers = [torch.empty((batch, k), dtype=torch.int64, device=device) for _ in range(4)]
+        found = (*numbers, torch.empty((batch, k), dtype=torch.float32, device=device))
     nothing = (candidates[2], candidates[1], candidates[2])  # neither read nor written
+    noise = (share, ids, share, share, ids, ids, ids, 0)
+    if draw is not None:
+        settings = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds)
+        noise = (*settings, draw.slots, draw.positions, draw.depth)
+    block_r = 4 if rows <= 4 else triton.next_power_of_2(max(rows, 16))  # few sizes, few kernels to compile
+    block_c = triton.next_power_of_2(count)
     grow_tree_kernel[(batch,)](
-        tokens.contiguous(),
-        logprobs.contiguous(),
+        scores.contiguous(),
+        ids.contiguous(),
+        share,
         *(x.contiguous() for x in lanes or nothing),
         *candidates,
         *(found or (candidates[2],) * 4 + (candidates[1],)),
+        *noise,
         candidates[0].shape[1],
         step,
         k,
         rows,
+        count,
         int(last),
-        BLOCK_R=_block(rows),
-        BLOCK_K=_block(k),
-        num_warps=4,
+        DRAWN=draw is not None,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        num_warps=1 if draw is None and block_r * block_c <= 256 else 4,  # within one warp nothing waits
         **early_options(),
     )
     return found

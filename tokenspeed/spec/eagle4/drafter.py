@@ -12,7 +12,7 @@ from tokenspeed.config import Shape
 from tokenspeed.spec.base import DraftTree, Frontier
 from tokenspeed.spec.eagle4.head import CandidateHead, FullHead
 from tokenspeed.spec.eagle4.model import LAYER, DraftModel
-from tokenspeed.spec.eagle4.tree import Expansion, build_tree, check_shape
+from tokenspeed.spec.eagle4.tree import Expansion, Lanes, build_tree, check_shape
 
 # (pool, rows, cos_sin, windows, scale, first=, tail=(k, v) | None, tail_start=) -> attention of a draft step
 TreeAttentionMaker = Callable[..., Attention]
@@ -70,7 +70,7 @@ class EagleDrafter:
         rows = self._rows(frontier, root, at_root, prefix_lens, root)  # without a tail a mask says nothing
         attn = self._attend(rows, None, 0)
         out, state = self.model.layer(frontier.last_tokens, self.model.features(frontier.aux), attn)
-        lanes = growth.grow(*self._children(out, k, frontier, 1))
+        lanes = self._grow(growth, out, frontier, 1)
 
         buffer = self._side_buffer(batch, shape, out)
         for step in range(1, shape.steps):
@@ -79,15 +79,14 @@ class EagleDrafter:
             rows = self._rows(frontier, indices[i], positions[i], prefix_lens, mask, places[i])
             attn = self._attend(rows, buffer, i * k)
             out, state = self.model.layer(lanes.tokens.flatten(), state, attn, lanes.parents)
-            lanes = growth.grow(*self._children(out, k, frontier, step + 1))
+            lanes = self._grow(growth, out, frontier, step + 1)
         tokens, scores, parents = growth.finish()
         return build_tree(frontier.last_tokens, tokens, scores, parents, shape.nodes)
 
-    def _children(self, out: Tensor, k: int, frontier: Frontier, depth: int) -> tuple[Tensor, Tensor]:
-        """The k best children of each row, which stand at `depth` in the tree: [B, R, k] tokens, log-probabilities."""
-        draw, batch = frontier.draw, len(frontier.last_tokens)
-        tokens, logprobs = self.head.topk(out, k, None if draw is None else replace(draw, depth=depth))
-        return tokens.view(batch, -1, k), logprobs.view(batch, -1, k)
+    def _grow(self, growth: Expansion, out: Tensor, frontier: Frontier, depth: int) -> Lanes | None:
+        """Adds the rows' children, which stand at `depth` in the tree."""
+        draw = None if frontier.draw is None else replace(frontier.draw, depth=depth)
+        return growth.grow(self.head.candidates(out, growth.shape.topk, draw), draw)
 
     def _rows(
         self,

@@ -1,6 +1,7 @@
-"""The draft's output heads: the K best tokens of a row with their log-probabilities, over the whole
-vocabulary or over the candidates of a low-rank head. Draft scores decide how much is accepted, never which
-tokens come out."""
+"""The draft's output heads: which tokens of a row may be its children, with their scores, by the whole vocabulary's
+logits or by a low-rank head. Draft scores decide how much is accepted, never which tokens come out."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,10 +9,21 @@ from torch import Tensor
 from tokenspeed import kernels
 from tokenspeed.kernels import Draw
 from tokenspeed.layers.embedding import Head, VocabTable
+from tokenspeed.layers.few_rows import most_rows
 from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.parameter import Params, Placement
 
 _NUM_CANDIDATES = 64  # of a full head: so many scores are ranked once more, exactly
+
+_MAX_RANK = 256  # of a low-rank head whose scores are scanned where they are computed
+
+
+class Candidates(NamedTuple):
+    """C tokens of each of R rows, what `kernels.grow_tree` ranks. By id, but for d2t's order."""
+
+    scores: Tensor  # float32 [R, C] logits
+    ids: Tensor  # int64 [R, C] target ids, in range always
+    share: Tensor  # float32 [R] log of the share of the row's whole mass that they hold; NaN for a row with a NaN
 
 
 class FullHead:
@@ -27,14 +39,11 @@ class FullHead:
 
     @property
     def num_tokens(self) -> int:
-        """The most that topk can give."""
+        """The most children that a row can have."""
         return self._head.table.vocab_size
 
-    def topk(self, out: Tensor, k: int, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """out [R, H] -> target ids int64 [R, k] and log-probabilities float32 [R, k], best first.
-
-        Equal scores go by lower draft id, where no more than 64 are the best. A row with a NaN gets -inf
-        throughout; ids are in range always.
+    def candidates(self, out: Tensor, k: int, draw: Draw | None = None) -> Candidates:
+        """out [R, H] -> at least k candidates of each row, those with the largest logits.
 
         Args:
             draw: of the children's tokens. For a row that will be drawn at a temperature, the best are those that the
@@ -42,9 +51,8 @@ class FullHead:
         """
         logits = self._head.apply(out)
         count = min(max(k, _NUM_CANDIDATES), logits.shape[1])
-        candidates, share = kernels.top_candidates(logits, count, draw, self.token_ids)
-        ids = _target_ids(candidates, self.token_ids)
-        return kernels.best_candidates(logits.gather(1, candidates), ids, share, k, draw)
+        places, share = kernels.top_candidates(logits, count, draw, self.token_ids)
+        return Candidates(logits.gather(1, places), _target_ids(places, self.token_ids), share)
 
 
 class CandidateHead:
@@ -64,6 +72,7 @@ class CandidateHead:
         hidden = table.weight.shape[1]
         self._down = ColumnParallel(hidden, {"efficient_lm_head_down_proj": rank}, place)
         self._up = ColumnParallel(rank, {"efficient_lm_head": table.vocab_size}, place)
+        self._few_rows = most_rows("linear_candidates", place, False) if rank <= _MAX_RANK else 0
 
     @property
     def num_tokens(self) -> int:
@@ -72,16 +81,14 @@ class CandidateHead:
     def params(self) -> Params:
         return self._down.params("") | self._up.params("")
 
-    def topk(self, out: Tensor, k: int, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """As FullHead.topk, k <= c.
+    def candidates(self, out: Tensor, k: int, draw: Draw | None = None) -> Candidates:
+        """As FullHead.candidates, k <= c: the c best by the low-rank scores, with their exact logits.
 
-        Log-probabilities are those among the candidates, times the share of all mass that the low-rank
-        scores give the candidates. Only that ratio of theirs counts: training by KL leaves them a free
-            constant.
+        Of the low-rank scores only the ratio of masses, `share`, counts: training by KL leaves them a free constant.
         """
-        candidates, share = self._candidates(out, draw)
-        logits = kernels.row_dots(out, self.table.weight, candidates)
-        return kernels.best_candidates(logits, _target_ids(candidates, self.token_ids), share, k, draw)
+        places, share = self._places(out, draw)
+        logits = kernels.row_dots(out, self.table.weight, places)
+        return Candidates(logits, _target_ids(places, self.token_ids), share)
 
     def holds_best(self, out: Tensor) -> Tensor:
         """out [R, H] -> bool [R], whether the token that a full head would rank first is a candidate.
@@ -89,13 +96,15 @@ class CandidateHead:
         For evaluation: it scores every token exactly. One of several best is enough.
         """
         exact = _dot_all(out, self.table.weight)
-        candidates, _ = self._candidates(out)
-        return exact.gather(1, candidates).amax(1) == exact.amax(1)
+        places, _ = self._places(out)
+        return exact.gather(1, places).amax(1) == exact.amax(1)
 
-    def _candidates(self, out: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+    def _places(self, out: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """The c best of each row by the low-rank scores, int64 [R, c], and their share of all mass, float32 [R]."""
-        scores = self._up.apply(self._down.apply(out))
-        return kernels.top_candidates(scores, self.num_candidates, draw, self.token_ids)
+        low = self._down.apply(out)
+        if low.shape[0] <= self._few_rows:
+            return kernels.linear_candidates(low, self._up.weight, self.num_candidates, draw, self.token_ids)
+        return kernels.top_candidates(self._up.apply(low), self.num_candidates, draw, self.token_ids)
 
 
 def _dot_all(out: Tensor, table: Tensor) -> Tensor:

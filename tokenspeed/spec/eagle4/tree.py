@@ -6,13 +6,14 @@ host sync, so that it can be captured in a CUDA graph; every tie goes to the low
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tokenspeed import kernels
 from tokenspeed.config import Shape
 from tokenspeed.errors import ConfigError
+from tokenspeed.kernels import Draw
 from tokenspeed.spec.base import DraftTree
+from tokenspeed.spec.eagle4.head import Candidates
 from tokenspeed.spec.options import MAX_LANES, MAX_NODES, MAX_STEPS
 
 
@@ -46,7 +47,7 @@ class Lanes:
 
 @dataclass
 class Expansion:
-    """The growing trees of B requests: fed the draft's top K of the root, then of the lanes, step by step.
+    """The growing trees of B requests: fed the candidates of the roots, then of the lanes, step by step.
 
     Candidates are numbered in the order they are drafted: K of the root, then child c of lane l of step i as
     K + (i - 1) K^2 + l K + c. Lane rows of step i have rows (i - 1) K .. i K - 1 of the side buffer.
@@ -59,37 +60,36 @@ class Expansion:
     _lane_scores: Tensor | None = None  # float32 [B, K]
     _mask: Tensor | None = None  # int64 [B, K] of the last step's lanes
 
-    def grow(self, tokens: Tensor, logprobs: Tensor) -> Lanes | None:
+    def grow(self, found: Candidates, draw: Draw | None = None) -> Lanes | None:
         """Records the children of the last step's rows and picks the next step's lanes.
 
         Args:
-            tokens: int64 [B, R, K], R = 1 (the root), then K (the lanes).
-            logprobs: float32 [B, R, K], best first; clamped to at most 0, NaN counts as -inf.
+            found: what the head gave for those rows: one a request (the root), then K (the lanes).
+            draw: of the children's tokens.
 
         Returns:
             The lanes of the next step; None after the last.
         """
         step, self._step = self._step, self._step + 1
-        if step == 0:
-            size = (tokens.shape[0], num_candidates(self.shape))
-            self._candidates = (
-                tokens.new_empty(size),
-                logprobs.new_empty(size, dtype=torch.float32),
-                tokens.new_empty(size),
-            )
         if step + 1 == self.shape.steps:
-            self._add(step, tokens, logprobs, last=True)
+            self._add(step, found, draw, last=True)
             return None
-        return self._next(step, tokens, logprobs)
+        return self._next(step, found, draw)
 
-    def _next(self, step: int, tokens: Tensor, logprobs: Tensor) -> Lanes:
-        found = self._add(step, tokens, logprobs, last=False)
-        tokens, parents, self._mask, self._lanes, self._lane_scores = found
+    def _next(self, step: int, found: Candidates, draw: Draw | None) -> Lanes:
+        tokens, parents, self._mask, self._lanes, self._lane_scores = self._add(step, found, draw, last=False)
         return Lanes(tokens, parents, self._mask)
 
-    def _add(self, step: int, tokens: Tensor, logprobs: Tensor, last: bool) -> tuple[Tensor, ...] | None:
+    def _add(self, step: int, found: Candidates, draw: Draw | None, last: bool) -> tuple[Tensor, ...] | None:
+        if step == 0:
+            size = (len(found.ids), num_candidates(self.shape))
+            self._candidates = (
+                found.ids.new_empty(size),
+                found.scores.new_empty(size),
+                found.ids.new_empty(size),
+            )
         lanes = (self._lanes, self._lane_scores, self._mask) if step else None
-        return kernels.grow_tree(tokens, logprobs, lanes, self._candidates, step, last)
+        return kernels.grow_tree(*found, self.shape.topk, lanes, self._candidates, step, last, draw)
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """All candidates [B, K + (S - 1) K^2]: tokens int64, scores float32, parents int64 (-1: the root)."""
