@@ -101,6 +101,7 @@ def main() -> None:
     print(json.dumps({"times": calibration.times, "per_token": calibration.per_token}), flush=True)
     ladder = calibration.ladder()
     rows, plan = [], spec.new_plan()
+    about = {"model": args.label or args.model, "max_tokens": args.max_tokens, "engine": spec.info}
     for concurrency in args.concurrency:
         prompts = encode(encoder, load_prompts(args.prompts, max(args.num, 2 * concurrency)))
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens).resolved()
@@ -124,8 +125,9 @@ def main() -> None:
                "plan_over_best_fixed": speeds["plan"] / max(best, speeds["none"])}  # fmt: skip
         rows.append(row)
         print(json.dumps(row), flush=True)
-    about = {"model": args.label or args.model, "max_tokens": args.max_tokens, "engine": spec.info}
-    write_json(RESULTS / f"{args.name}.json", document("plan", rows, **about))
+        write_json(
+            RESULTS / f"{args.name}.json", document("plan", rows, **about)
+        )  # what there is, if it is stopped
 
 
 def encode(encoder: Encoder, prompts: list[Prompt]) -> list[list[int]]:

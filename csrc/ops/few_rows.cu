@@ -45,8 +45,7 @@ cudaError_t launch(const Call& c, int op) {
     switch (op) {
         case 0: return launch<T, T, 32, 256, false>(c);
         case 1: return launch<T, float, 64, 128, false>(c);
-        case 2: return launch<T, T, 128, 64, true>(c);
-        case 6: return launch<T, T, 128, 128, true>(c);
+        case 2: return launch<T, T, 128, 128, true>(c);
         default: return cudaErrorInvalidValue;
     }
 }

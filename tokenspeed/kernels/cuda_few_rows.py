@@ -15,7 +15,7 @@ from tokenspeed.kernels.triton.pdl import has_pdl
 MOST_ROWS = 16
 _DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 # As ops/few_rows.cu numbers and cuts them: weight rows, those of the output, and K of a tile.
-_TILES = {"linear_rows": (0, 32, 256), "linear_sums": (1, 64, 128), "gate_up_silu": (2, 64, 64)}
+_TILES = {"linear_rows": (0, 32, 256), "linear_sums": (1, 64, 128), "gate_up_silu": (2, 64, 128)}
 _LEAST_BYTES = 2**23  # of a weight: below, all blocks together would not keep the memory busy
 _LEAST_SIZE = 2048  # of a norm: below, one program a row is as fast
 _NORM_PARTS, _MOST_SPLITS = 32, 4  # as add_partials_rms_norm.cuh cuts a row, and the sums it adds

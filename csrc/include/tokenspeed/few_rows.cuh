@@ -14,9 +14,6 @@
 #include "tokenspeed/pdl.cuh"
 #include "tokenspeed/vec.cuh"
 
-#ifndef PREFETCH
-#define PREFETCH "256B"
-#endif
 namespace tokenspeed {
 
 constexpr int kFewRowsThreads = 128;
@@ -24,7 +21,7 @@ constexpr int kFewRowsShared = 110 * 1024;  // bytes of shared memory at most: t
 
 __device__ inline void copy_async(void* to, const void* from) {
     const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global.L2::" PREFETCH " [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's groups of copies are under way.
