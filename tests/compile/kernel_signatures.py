@@ -18,7 +18,7 @@ _TYPE_NAMES = {
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "token_ids places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
-    "*i32": "block_table prefix_lens starts cu_rows top_k chosen listed ranks part_token part_used",
+    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token part_used",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
     "lane_scores all_scores next_scores "
     "partials",
@@ -211,9 +211,7 @@ BUILDS: dict[str, list[Build]] = {
     ],
     "candidate_select_kernel": [
         Build(
-            dict(
-                BLOCK=64, BLOCKS=1024, KEPT=64, LIST=128, PARTIAL=512, SHORT=short, DRAWN=drawn, MAPPED=mapped
-            ),
+            dict(BLOCK=64, BLOCKS=2048, KEPT=64, PARTIAL=64, SHORT=short, DRAWN=drawn, MAPPED=mapped),
             dtypes,
             8,
         )

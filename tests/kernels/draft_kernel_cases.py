@@ -33,12 +33,6 @@ def case_top_candidates(fn: Callable, m) -> None:
             got, best = (scores.gather(1, p).float().sort(1).values for p in (places, want))
             assert torch.equal(got, best)
             torch.testing.assert_close(share, want_share, atol=1e-5, rtol=1e-5)
-    scores = (m.normal(2, 2000) * 2).round()  # levels of so many that no list has room for them
-    scores[1, 500:520] = torch.arange(20, 0, -1) + 20.0  # all of the best in one block
-    places, _ = fn(scores, 16)
-    for row in range(2):
-        best = scores[row].float().sort(descending=True, stable=True).values[:16]
-        assert torch.equal(scores[row, places[row]].float().sort(descending=True).values, best)
     scores = m.normal(3, 300)
     scores[0, 7], scores[1] = torch.nan, -torch.inf
     scores[1, 5], scores[2] = 1.0, 0.5
@@ -160,7 +154,7 @@ def case_linear_candidates(fn: Callable, m) -> None:
         scores = x.double() @ weight.double().T
         slack = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.3}[m.dtype]  # scores reach 15
         twice = torch.arange(size, device=x.device) * 2 + 1
-        for drawn, ids in ((None, None), (draw, None), (draw, twice))[: 1 if m.quick and rows > 12 else 3]:
+        for drawn, ids in ((None, None), (draw, None), (draw, twice)):
             places, share = fn(x, weight, count, drawn, ids)
             tokens = torch.arange(size, device=x.device) if ids is None else ids
             whole = scores if drawn is None else scores + noise_of(draw, rows, tokens[None])

@@ -52,15 +52,11 @@ def _threshold(keys, low, high, count):
 
 @triton.jit
 def _chosen(keys, threshold, count):
-    """Which keys are the `count` best, those over the threshold, then as many at it, the first ones; and how many of
-    them come before each.
-    """
+    """Which keys are the `count` best: those over the threshold, then as many at it, the first ones."""
     above = keys > threshold
     level = keys == threshold
-    seen = tl.cumsum((above.to(tl.int64) << 32) + level.to(tl.int64), 0)  # both in one
     room = count - tl.sum(above.to(tl.int32), 0)
-    at = (seen & 0xFFFFFFFF).to(tl.int32)
-    return above | (level & (at <= room)), (seen >> 32).to(tl.int32) + tl.minimum(at, room) - 1
+    return above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
 
 
 @triton.jit(do_not_specialize=["depth"])
@@ -117,7 +113,6 @@ def candidate_select_kernel(
     maxima,
     partial,
     chosen,
-    listed,
     candidates,
     share,
     temperature,
@@ -137,30 +132,21 @@ def candidate_select_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     KEPT: tl.constexpr,
-    LIST: tl.constexpr,
     PARTIAL: tl.constexpr,
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: the `count` blocks with the largest maxima, then the `count` best values in them, by place.
-
-    Few of those blocks' values reach the least of the maxima, hardly more than one a block: up to LIST of them are
-    listed and ranked by counting who comes before; of more, the best are found by a threshold.
-    """
+    """One row: the `count` blocks with the largest maxima, then the `count` best values in them, by place."""
     wait_early(PDL)
     row = tl.program_id(0).to(tl.int64)
-    blocks, parts = tl.arange(0, BLOCKS), tl.arange(0, PARTIAL)
+    blocks = tl.arange(0, BLOCKS)
     best = tl.load(maxima + row * num_blocks + blocks, blocks < num_blocks, float("-inf"))
-    pointer = partial + (row * num_partial + parts) * 2
-    peaks = tl.load(pointer, parts < num_partial, float("-inf"))
-    totals = tl.load(pointer + 1, parts < num_partial, 0.0)
-
     lowest = -65536 if SHORT else -4294967296  # below the key of -inf, which real blocks may have
     keys = tl.where(blocks < num_blocks, _keys(best, SHORT), lowest)
     low = tl.min(tl.where(blocks < num_blocks, keys, -lowest), 0)
     least = _threshold(keys, low, tl.max(keys, 0), count)
-    keep, to = _chosen(keys, least, count)
-    tl.store(chosen + row * KEPT + to, blocks, keep)
+    keep = _chosen(keys, least, count)
+    tl.store(chosen + row * KEPT + tl.cumsum(keep.to(tl.int32), 0) - 1, blocks, keep)
     tl.debug_barrier()  # another thread has stored what this one loads
 
     at = tl.arange(0, KEPT * BLOCK)
@@ -168,6 +154,7 @@ def candidate_select_kernel(
     place = block * BLOCK + at % BLOCK
     real = (at // BLOCK < count) & (place < size)
     values = tl.load(x + row * stride + place, real, float("-inf")).to(tl.float32)
+    # Each of the chosen blocks has a value as large as `least`, so there are enough of those.
     if DRAWN:
         slot = tl.load(slots + row // group)
         heat = tl.load(temperature + slot)
@@ -175,35 +162,22 @@ def candidate_select_kernel(
             seed, position = tl.load(seeds + slot), tl.load(positions + row // group) + depth
             token = tl.load(token_ids + place, real, 0) if MAPPED else place
             values += heat * token_noise(token, seed, position)
+            least = tl.min(
+                tl.where(real, _keys(values, SHORT), -lowest), 0
+            )  # a sum may be rounded otherwise here
+    keys = tl.where(real, _keys(values, SHORT), lowest)
+    keep = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
+    tl.store(candidates + row * count + tl.cumsum(keep.to(tl.int32), 0) - 1, place.to(tl.int64), keep)
+
+    parts = tl.arange(0, PARTIAL)
+    pointer = partial + (row * num_partial + parts) * 2
+    peaks = tl.load(pointer, parts < num_partial, float("-inf"))
+    totals = tl.load(pointer + 1, parts < num_partial, 0.0)
     peak = tl.max(peaks, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.sum(totals * tl.exp(peaks - base), 0)
-
-    # Each of the chosen blocks has a value as large as `least`, unless a sum with noise was rounded otherwise here.
-    keys = tl.where(real, _keys(values, SHORT), lowest)
-    found = real & (keys >= least)
-    number = tl.sum(found.to(tl.int32), 0)
-    if (number >= count) & (number <= LIST):
-        entry = listed + row * LIST * 2
-        own = entry + tl.cumsum(found.to(tl.int32), 0) - 1
-        tl.store(own, values.to(tl.int32, bitcast=True), found)
-        tl.store(own + LIST, place, found)
-        tl.debug_barrier()
-        item = tl.arange(0, LIST)
-        used = item < number
-        value = tl.load(entry + item, used, 0).to(tl.float32, bitcast=True)
-        order = tl.where(used, (_keys(value, SHORT).to(tl.int64) << 16) - item, -(2**62))
-        picked = used & (tl.sum((order[None, :] > order[:, None]).to(tl.int32), 1) < count)
-        out = candidates + row * count + tl.cumsum(picked.to(tl.int32), 0) - 1
-        tl.store(out, tl.load(entry + LIST + item, used, 0).to(tl.int64), picked)
-        mass = tl.sum(tl.where(picked, tl.exp(value - base), 0.0), 0)
-    else:
-        if DRAWN:
-            least = tl.min(tl.where(real, keys, -lowest), 0)
-        above, rank = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
-        tl.store(candidates + row * count + rank, place.to(tl.int64), above)
-        mass = tl.sum(tl.where(above, tl.exp(values - base), 0.0), 0)
-    tl.store(share + row, tl.log(mass) - tl.log(total))
+    mine = tl.sum(tl.where(keep, tl.exp(values - base), 0.0), 0)
+    tl.store(share + row, tl.log(mine) - tl.log(total))
 
 
 @triton.jit
@@ -288,9 +262,7 @@ def select(scores: Tensor, scan: Scan, count: int, noise: tuple, flags: dict) ->
     """The second pass: places int64 [R, count] and share float32 [R] of `top_candidates`."""
     rows, size = scores.shape
     kept, num_blocks, num_partial = triton.next_power_of_2(count), scan.maxima.shape[1], scan.partial.shape[1]
-    listing = 128 if kept <= 64 else 256
     chosen = scores.new_empty((rows, kept), dtype=torch.int32)
-    listed = scores.new_empty((rows, 2, listing), dtype=torch.int32)
     candidates = scores.new_empty((rows, count), dtype=torch.int64)
     share = scores.new_empty((rows,), dtype=torch.float32)
     candidate_select_kernel[(rows,)](
@@ -298,7 +270,6 @@ def select(scores: Tensor, scan: Scan, count: int, noise: tuple, flags: dict) ->
         scan.maxima,
         scan.partial,
         chosen,
-        listed,
         candidates,
         share,
         *noise,
@@ -311,7 +282,6 @@ def select(scores: Tensor, scan: Scan, count: int, noise: tuple, flags: dict) ->
         BLOCK=scan.block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         KEPT=kept,
-        LIST=listing,
         PARTIAL=triton.next_power_of_2(num_partial),
         SHORT=scores.dtype == torch.bfloat16,
         num_warps=8,
