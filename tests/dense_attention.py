@@ -3,13 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from tokenspeed.attention.base import Attention
 from tokenspeed.layers.rotary import rope_table
 
 NUM_TOKENS = 48
 
 
-class DenseCausal(Attention):
+class DenseCausal:
     """Attention over the rows of one call, positions 0..T-1, written with a full mask."""
 
     def __init__(self, config, num_tokens: int):

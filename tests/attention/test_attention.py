@@ -22,8 +22,6 @@ from tokenspeed.attention import sdpa, triton
 from tokenspeed.attention.base import TreeRows
 from tokenspeed.attention.kv_pool import KvPool
 from tokenspeed.attention.tree_rows import path_slots
-from tokenspeed.kernels import attention_ops
-from tokenspeed.kernels.registry import OPS
 
 BACKENDS = pytest.mark.parametrize("backend", [sdpa, triton], ids=["sdpa", "triton"])
 
@@ -70,26 +68,6 @@ def test_tree(backend: ModuleType, lengths, nodes, shuffled):
         v = qkv[2].clone()
         same(attention(layer, *qkv).view(want.shape), want)
         assert torch.equal(s.pool.slots(layer)[1][rows.slots], v)
-
-
-@pytest.mark.parametrize("kernel", ["torch", "parts"])
-@pytest.mark.parametrize(
-    "cls", [sdpa.PrefillAttention, sdpa.TreeAttention, triton.PrefillAttention, triton.TreeAttention]
-)
-def test_add(monkeypatch, cls: type, kernel: str):
-    """The output projection's product, on top of what the residual stream is."""
-    monkeypatch.setitem(
-        attention_ops._rope_tree_attention_add, "cpu", OPS["rope_tree_attention_add"][kernel].load()
-    )
-    s = Sequences([3, 17], 4)
-    rows = s.prefill([4, 4]) if "Prefill" in cls.__name__ else s.tree(*chain_or_tree(s.generator, 2, 4))
-    attention = cls(s.pool, rows, cos_sin(), WINDOWS, SCALE)
-    qkv = s.rows(8)[0]
-    weight, before = s.normal(20, HEADS * DIM), s.normal(8, 20)
-    want = before + attention(0, *(x.clone() for x in qkv)).flatten(1) @ weight.T
-    residual = before.clone()
-    attention.add(0, *qkv, weight, residual)
-    torch.testing.assert_close(residual, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lengths,nodes", [([6], 1), ([0, 1, 9], 1), ([3, 17], 8)])

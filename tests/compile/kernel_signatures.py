@@ -18,7 +18,7 @@ _TYPE_NAMES = {
     "*i64": "positions slots indices mask path_slots seeds src dst candidates ids root tokens parents "
     "scratch depths sampled path counts emitted last_indices next_positions kv_slots last_tokens lengths source target "
     "token_ids places lanes lane_mask all_tokens all_parents next_tokens next_rows next_mask next_lanes",
-    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token part_used",
+    "*i32": "block_table prefix_lens starts cu_rows top_k chosen ranks part_token",
     "*fp32": "cos_sin part_acc part_peak part_total logits temperature top_p min_p maxima partial share scores "
     "lane_scores all_scores next_scores "
     "partials",
@@ -110,23 +110,6 @@ def _small(**more) -> Iterator[Build]:
             yield Build(constants, _ALL, tile.warps)
 
 
-def _combine_adds() -> Iterator[Build]:
-    """SmolLM2's heads by rows, and the widest."""
-    for heads, dim, rows, pdl in (
-        (9, 64, 1, True),
-        (9, 64, 2, True),
-        (9, 64, 4, False),
-        (9, 64, 8, True),
-        (16, 128, 1, False),
-    ):
-        tile = small_tile(heads * dim, False)
-        constants = dict(PDL=pdl, NUM_HEADS=heads, DIM=dim, CHUNK=8 // rows, PARTS=tile.warps)
-        constants |= dict(BLOCK_N=tile.rows, BLOCK_K=block_k(heads * dim), BLOCK_R=rows, BLOCK_T=BLOCK_T)
-        yield Build(constants, _HALVES[:1], tile.warps, types=(("residual", "*fp32"),))
-        if not pdl:
-            yield Build(constants, _ALL, tile.warps)
-
-
 BUILDS: dict[str, list[Build]] = {
     "rms_norm_kernel": [
         Build(dict(PDL=False, SIZE=576, BLOCK=1024), _ALL, 2),
@@ -165,10 +148,8 @@ BUILDS: dict[str, list[Build]] = {
     ],
     "tree_attention_kernel": list(_trees()),
     "combine_kernel": [
-        *(Build(dict(DIM=128, CHUNK=16, BLOCK_D=128, PDL=pdl), num_warps=1) for pdl in (False, True)),
-        Build(dict(DIM=80, CHUNK=2, BLOCK_D=128, PDL=False), _ALL, num_warps=1),
+        Build(dict(DIM=128, BLOCK_SPLITS=64, CHUNK=32, BLOCK_D=128, PDL=pdl)) for pdl in (False, True)
     ],
-    "combine_linear_add_kernel": list(_combine_adds()),
     "tree_attention_invariant_kernel": [
         Build(_attention(WINDOWED=w, STRETCH=512, BLOCK_R=16, BLOCK_S=64), _HALVES) for w in (False, True)
     ]

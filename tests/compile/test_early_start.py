@@ -24,7 +24,6 @@ WEIGHTS = {
     "add_partials_rms_norm_kernel": {"weight"},
     "norm_linear_kernel": {"weight", "norm_weight"},
     "linear_add_kernel": {"weight"},
-    "combine_linear_add_kernel": {"weight"},
     "linear_scan_kernel": {"weight"},
 }
 MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async\.c[ag]|red\.|atom\.|cp\.async\.bulk\.tensor)")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tokenspeed.kernels import reference, reference_few_rows
+from tokenspeed.kernels import reference
 from tokenspeed.kernels.parts import composed
 from tokenspeed.kernels.registry import OPS
 
@@ -96,58 +96,6 @@ def case_rope_tree_attention(fn: Callable, m) -> None:
     inputs = rope_inputs(m, 16, ([300, 5], 1, None, 4, 2, 64, 0, None, 2000))
     inputs["q"][0] = torch.nan
     assert fn(**inputs).isnan().flatten(1).all(1).tolist() == [True, False]
-
-
-# As CASES, and whether the product is to combine the splits: 1 to 8 rows, an odd number of heads, splits that saw
-# nothing (of short requests, outside windows, behind masks), none at all; heads that no tile has, too many rows.
-ADD_CASES = (
-    (([300], 1, None, 9, 3, 64, 0, None, 900), True),
-    (([700, 0], 1, None, 9, 3, 64, 0, 40, 700), True),
-    (([290, 3, 130], 1, None, 5, 1, 32, 1, None, 300), True),
-    (([0, 1, 300, 17], 1, None, 2, 2, 128, 0, None, 300), True),
-    (([400], 7, None, 9, 3, 64, 0, None, 1000), True),
-    (([200], 8, 0, 4, 2, 16, 1, None, 260), True),
-    (([40], 1, None, 9, 3, 64, 0, None, 64), False),
-    (([300], 2, None, 3, 1, 24, 0, None, 300), False),
-    (([300], 9, None, 4, 2, 64, 0, None, 300), False),
-)
-
-
-def case_rope_tree_attention_add(fn: Callable, m) -> None:
-    from tokenspeed.kernels.triton import attention_add, tree_attention  # where Triton is
-
-    apart = [OPS[op]["triton"].load() for op in ("rope_tree_attention", "linear_add")]
-    for case, joined in ADD_CASES:
-        inputs = rope_inputs(m, 16, case)
-        assert attention_add.joins(tree_attention.rope_attend(**copied(inputs))) is joined
-        check_add(fn, apart, m, inputs)
-    empty = rope_inputs(m, 16, ([300], 1, None, 9, 3, 64, 0, None, 900))
-    empty |= {name: empty[name][:0] for name in ("q", "k", "v", "positions", "slots", "prefix_lens", "mask")}
-    fn(m.normal(16, 576), m.normal(0, 16), **empty)
-    # NaN comes through, and stays with its request
-    inputs = rope_inputs(m, 16, ([300, 5], 1, None, 4, 2, 64, 0, None, 2000))
-    inputs["q"][0] = torch.nan
-    residual = m.normal(2, 24)
-    fn(m.normal(24, 256), residual, **inputs)
-    assert residual.isnan().all(1).tolist() == [True, False] and residual[1].isfinite().all()
-
-
-def check_add(fn: Callable, apart: list[Callable], m, inputs: dict) -> None:
-    """The reference's numbers, and the bits of rope_tree_attention and linear_add one after another."""
-    attend, add = apart
-    rows, heads, dim = inputs["q"].shape
-    weight = m.normal(40, heads * dim) / (heads * dim) ** 0.5
-    for dtype in {torch.float32, m.dtype}:
-        before = m.normal(rows, 43, dtype=dtype)  # its last columns are nobody's
-        mine, theirs, want = (copied(inputs) for _ in range(3))
-        got, pair, expected = (before.clone() for _ in range(3))
-        fn(weight, got[:, :40], **mine)
-        add(attend(**theirs).flatten(1), weight, pair[:, :40])
-        assert torch.equal(got, pair)
-        assert all(torch.equal(a, b) for a, b in zip(stored(mine), stored(theirs), strict=True))
-        reference_few_rows.rope_tree_attention_add(weight, expected[:, :40], **want)
-        atol = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[m.dtype]
-        torch.testing.assert_close(got, expected, atol=atol, rtol=atol)
 
 
 def check(fn: Callable, apart: list[Callable], m, inputs: dict) -> None:

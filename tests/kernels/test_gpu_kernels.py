@@ -6,12 +6,9 @@ from functools import partial
 import pytest
 import torch
 from kernels.kernel_cases import CASES, Maker, chunk_rows, close, invariant_inputs, tree_inputs
-from kernels.rope_attention_cases import copied, rope_inputs
-from torch import Tensor
 
 from tokenspeed.kernels import reference
 from tokenspeed.kernels.registry import OPS
-from tokenspeed.kernels.triton import attention_add, tree_attention
 from tokenspeed.kernels.triton.pdl import has_pdl
 
 pytestmark = [
@@ -166,44 +163,6 @@ def test_early_starts_of_a_small_layer_change_no_bits(rows: int):
         return fn["rms_norm"](stream, gain, 1e-5)
 
     check_early_starts(layers)
-
-
-@pytest.mark.parametrize(("batch", "nodes", "longest"), [(1, 1, 8192), (2, 2, 1900), (1, 8, 1000)])
-def test_combination_in_the_product_replays_other_lengths(batch: int, nodes: int, longest: int):
-    """Splits of launches before, with NaN among them, lie where this launch has none; layers follow one another."""
-    m, add = Maker("cuda", torch.bfloat16), attention_add.rope_tree_attention_add
-    attend, product = (OPS[op]["triton"].load() for op in ("rope_tree_attention", "linear_add"))
-    shape = [longest] * batch, nodes, None, 9, 3, 64, 0, None, longest
-    inputs, weights = rope_inputs(m, 16, shape), [m.normal(576, 576) / 24 for _ in range(8)]
-    assert attention_add.joins(tree_attention.rope_attend(**copied(inputs)))
-    start, stream = m.normal(batch * nodes, 576).float(), m.normal(batch * nodes, 576).float()
-
-    def layers(joined: bool) -> Tensor:
-        stream.copy_(start)
-        for weight in weights:
-            mine = inputs | {name: inputs[name].clone() for name in "qkv"}
-            if joined:
-                add(weight, stream, **mine)
-            else:
-                product(attend(**mine).flatten(1), weight, stream)
-            inputs["q"].copy_(stream.view(inputs["q"].shape))
-        return stream.clone()
-
-    layers(True)
-    graph, before = torch.cuda.CUDAGraph(), inputs["q"].clone()
-    with torch.cuda.graph(graph):
-        got = layers(True)
-    for length in (longest, 1, 0, 63, 64, 257, 448, 2000, longest - 1):
-        inputs["prefix_lens"].fill_(longest)
-        inputs["q"].fill_(torch.nan)
-        graph.replay()
-        assert got.isnan().any()
-        inputs["prefix_lens"].fill_(min(length, longest))
-        inputs["q"].copy_(before)
-        want = layers(False)
-        inputs["q"].copy_(before)
-        graph.replay()
-        assert want.isfinite().all() and torch.equal(got, want)
 
 
 def check_early_starts(layers: Callable[[bool], torch.Tensor]) -> None:

@@ -31,8 +31,6 @@ def calls_of(op: str) -> Iterator[dict]:
     maker = Maker("cpu", torch.bfloat16, quick=True)
     if op == "rope_tree_attention":  # its cases compare Triton's kernels with each other
         return [rope_inputs(maker, 16, ROPE_CASES[i]) for i in (1, 6)]
-    if op == "rope_tree_attention_add":
-        return [added_inputs(maker, ROPE_CASES[i]) for i in (1, 6)]
     function, kinds = getattr(kernels, op), {}
 
     def recorded(*args, **options):
@@ -47,12 +45,6 @@ def calls_of(op: str) -> Iterator[dict]:
     except (AssertionError, RuntimeError):
         assert kinds  # the reference lacks what cases ask of kernels, as a row's bits that are its own
     return list(kinds.values())
-
-
-def added_inputs(maker: Maker, case: tuple) -> dict:
-    inputs = rope_inputs(maker, 16, case)
-    rows, heads, dim = inputs["q"].shape
-    return dict(weight=maker.normal(24, heads * dim), residual=maker.normal(rows, 24)) | inputs
 
 
 def in_schema(arguments: dict) -> Iterator:

@@ -11,8 +11,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tokenspeed import kernels
-
 
 class Attention(Protocol):
     """Attention of every layer in one forward pass. T rows in all."""
@@ -28,10 +26,6 @@ class Attention(Protocol):
             [T, num_heads, head_dim].
         """
         ...
-
-    def add(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, residual: Tensor) -> None:
-        """residual [T, N] += the result @ weight.T, weight [N, num_heads * head_dim], by the ops of a small layer."""
-        kernels.linear_add(self(layer, q, k, v).flatten(1), weight, residual)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenspeed.attention.base import Attention, PrefillRows, TreeRows
+from tokenspeed.attention.base import PrefillRows, TreeRows
 from tokenspeed.attention.kv_pool import KvPool
 from tokenspeed.attention.tree_rows import own_tail_mask
 from tokenspeed.kernels.reference import full_cos_sin, mask_bits, prefix_bound, rotate, visible_prefix
@@ -28,7 +28,7 @@ class _Rows:
         return q, k
 
 
-class PrefillAttention(Attention):
+class PrefillAttention:
     """Attention of prompt chunks, one after another.
 
     Args:
@@ -70,7 +70,7 @@ class PrefillAttention(Attention):
         return out[0] if len(out) == 1 else torch.cat(out) if out else torch.empty_like(q)
 
 
-class TreeAttention(Attention):
+class TreeAttention:
     """Attention of tree nodes: over their requests' pages and a tail.
 
     The tail is the rows' own K and V; or `tail`, side buffers in which the rows' own are written from

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from tokenspeed import kernels
-from tokenspeed.attention.base import Attention, PrefillRows, TreeRows
+from tokenspeed.attention.base import PrefillRows, TreeRows
 from tokenspeed.attention.kv_pool import KvPool
 from tokenspeed.attention.tree_rows import own_tail_mask, path_slots
 
 
-class PrefillAttention(Attention):
+class PrefillAttention:
     """Attention of prompt chunks.
 
     Args:
@@ -29,7 +29,7 @@ class PrefillAttention(Attention):
         return kernels.prefill_attention(q, keys, values, rows, self.scale, self.windows[layer])
 
 
-class TreeAttention(Attention):
+class TreeAttention:
     """Attention of tree nodes: over their requests' pages and a tail.
 
     The tail is the rows' own K and V; or `tail`, side buffers in which the rows' own are written from
@@ -65,15 +65,11 @@ class TreeAttention(Attention):
             self.slots = (base + lane).flatten()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernels.rope_tree_attention(q, k, v, *self._seen(layer))
-
-    def add(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, residual: Tensor) -> None:
-        kernels.rope_tree_attention_add(weight, residual, q, k, v, *self._seen(layer))
-
-    def _seen(self, layer: int) -> tuple:
-        """The ops' other arguments."""
         rows, window = self.rows, self.windows[layer]
-        return (
+        return kernels.rope_tree_attention(
+            q,
+            k,
+            v,
             self.cos_sin,
             rows.positions,
             *self.pool.layer(layer),
@@ -91,7 +87,7 @@ class TreeAttention(Attention):
         )
 
 
-class InvariantTreeAttention(Attention):
+class InvariantTreeAttention:
     """Attention of a target's tree nodes whose bits depend on a row's keys alone.
 
     Args:

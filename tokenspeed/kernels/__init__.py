@@ -9,7 +9,6 @@ from torch import Tensor
 from tokenspeed.kernels.attention_ops import prefill_attention as prefill_attention
 from tokenspeed.kernels.attention_ops import rope_store_kv as rope_store_kv
 from tokenspeed.kernels.attention_ops import rope_tree_attention as rope_tree_attention
-from tokenspeed.kernels.attention_ops import rope_tree_attention_add as rope_tree_attention_add
 from tokenspeed.kernels.attention_ops import tree_attention as tree_attention
 from tokenspeed.kernels.attention_ops import tree_attention_invariant as tree_attention_invariant
 from tokenspeed.kernels.few_rows_ops import SMALL_K as SMALL_K

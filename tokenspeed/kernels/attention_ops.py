@@ -9,7 +9,6 @@ _rope_store_kv = Op("rope_store_kv")
 _prefill_attention = Op("prefill_attention")
 _tree_attention = Op("tree_attention")
 _rope_tree_attention = Op("rope_tree_attention")
-_rope_tree_attention_add = Op("rope_tree_attention_add")
 _tree_attention_invariant = Op("tree_attention_invariant")
 
 
@@ -155,16 +154,6 @@ def rope_tree_attention(
         window,
         max_prefix,
     )
-
-
-def rope_tree_attention_add(weight: Tensor, residual: Tensor, q: Tensor, *attention, **options) -> None:
-    """residual += rope_tree_attention(q, ...) @ weight.T for few rows of small K, in place, as linear_add does it.
-
-    Args:
-        weight: [N, Hq * D] of q's dtype, Hq * D at most SMALL_K. residual: [B * N, N], float32 or of q's dtype.
-        q, attention, options: as in rope_tree_attention.
-    """
-    _rope_tree_attention_add[q.device.type](weight, residual, q, *attention, **options)
 
 
 def tree_attention_invariant(

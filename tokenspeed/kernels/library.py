@@ -266,38 +266,6 @@ def rope_tree_attention(q: Tensor, *_) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _rope_tree_attention_add(
-    weight: Tensor,
-    residual: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tail: Sequence[Tensor],
-    tail_start: int,
-    slots: Tensor | None,
-    block_table: Tensor,
-    prefix_lens: Tensor,
-    mask: Tensor,
-    indices: Tensor,
-    first: int,
-    scale: float,
-    window: int | None,
-    max_prefix: int | None = None,
-) -> None:
-    rows = q, k, v, cos_sin, positions, k_cache, v_cache, tail or None, tail_start, slots
-    seen = block_table, prefix_lens, mask, indices, first, scale, window, max_prefix
-    kernels.rope_tree_attention_add(weight, residual, *rows, *seen)
-
-
-@_register("residual", "q", "k", "k_cache", "v_cache", "tail", run=_rope_tree_attention_add)
-def rope_tree_attention_add(*_) -> None:
-    pass
-
-
 @_register()
 def tree_attention_invariant(q: Tensor, *_) -> Tensor:
     return q.new_empty(q.shape)

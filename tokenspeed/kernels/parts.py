@@ -5,17 +5,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tokenspeed.kernels import attention_ops as ops
-from tokenspeed.kernels.few_rows_ops import linear_add
 
 
 def rope_tree_attention(*args, **options) -> Tensor:
     """See `tokenspeed.kernels.rope_tree_attention`."""
     return composed(ops.rope_store_kv, ops.tree_attention, *args, **options)
-
-
-def rope_tree_attention_add(weight: Tensor, residual: Tensor, *attention, **options) -> None:
-    """See `tokenspeed.kernels.rope_tree_attention_add`."""
-    linear_add(ops.rope_tree_attention(*attention, **options).flatten(1), weight, residual)
 
 
 def composed(

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenspeed.kernels.reference import add_rms_norm, rms_norm, rope_tree_attention
+from tokenspeed.kernels.reference import add_rms_norm, rms_norm
 
 
 def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -43,8 +43,3 @@ def norm_gate_up_silu(residual: Tensor, norm_weight: Tensor, eps: float, weight:
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
     """See `tokenspeed.kernels.linear_add`."""
     residual.add_(F.linear(x.float(), weight.float()))
-
-
-def rope_tree_attention_add(weight: Tensor, residual: Tensor, *attention, **options) -> None:
-    """See `tokenspeed.kernels.rope_tree_attention_add`."""
-    linear_add(rope_tree_attention(*attention, **options).flatten(1), weight, residual)

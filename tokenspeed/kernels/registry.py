@@ -83,7 +83,6 @@ OPS |= {
         ("norm_linear", "small_layer"),
         ("norm_gate_up_silu", "small_layer"),
         ("linear_add", "small_layer"),
-        ("rope_tree_attention_add", "attention_add"),
     )
 }
 OPS |= {
@@ -91,8 +90,7 @@ OPS |= {
     for op in ("read_slots", "place_nodes", "accept", "commit", "keep_aux")
 }
 # The same by the two ops that it joins, each as the registry has it: TOKENSPEED_KERNELS=rope_tree_attention=parts.
-for _op in ("rope_tree_attention", "rope_tree_attention_add"):
-    OPS[_op]["parts"] = Impl(f"tokenspeed.kernels.parts:{_op}", "any")
+OPS["rope_tree_attention"]["parts"] = Impl("tokenspeed.kernels.parts:rope_tree_attention", "any")
 # CUDA C++ kernels come before Triton where they were measured to be faster; otherwise TOKENSPEED_KERNELS asks for them.
 for _op in ("linear_rows", "linear_sums", "gate_up_silu", "add_partials_rms_norm"):
     _impl = Impl(f"tokenspeed.kernels.cuda_few_rows:{_op}", "cuda", "tokenspeed.kernels.cuda_few_rows:ready")

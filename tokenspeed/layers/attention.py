@@ -1,6 +1,6 @@
 """Self-attention around whoever keeps K/V: projection to q, k and v, their norms, output projection."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -9,13 +9,7 @@ from tokenspeed.layers.linear import ColumnParallel, RowParallel
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.parameter import Params, Placement
 
-
-class Attend(Protocol):
-    """attention.base.Attention, as a layer sees it."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-    def add(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, residual: Tensor) -> None: ...
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # attention.base.Attention
 
 
 class SelfAttention:
@@ -54,22 +48,22 @@ class SelfAttention:
 
         `layer` is the layer's index in the KV pool.
         """
-        return self.o.apply(attn(layer, *self._heads(self.qkv.apply(x))).reshape(x.shape[0], -1))
+        return self.o.apply(self._attend(layer, self.qkv.apply(x), attn))
 
     def add_apply(self, layer: int, qkv: Tensor, residual: Tensor, attn: Attend) -> None:
         """residual [T, out_features] += what `apply` makes of qkv [T, ...], the output of `self.qkv`.
 
         Where `few_rows.small_rows` allows it.
         """
-        attn.add(layer, *self._heads(qkv), self.o.weight, residual)
+        self.o.add_apply(self._attend(layer, qkv, attn), residual)
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention gets: q [T, Hq, D], k and v [T, Hkv, D], not rotated yet; rows may be strided."""
+    def _attend(self, layer: int, qkv: Tensor, attn: Attend) -> Tensor:
+        """[T, Hq * D]. attn gets q [T, Hq, D], k and v [T, Hkv, D], not rotated yet; rows may be strided."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)  # q, k and v heads one after another
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None:
             q, k = self.q_norm.apply(q), self.k_norm.apply(k)
-        return q, k, v
+        return attn(layer, q, k, v).reshape(qkv.shape[0], -1)
 
     def params(self, prefix: str) -> Params:
         found = self.qkv.params(prefix) | self.o.params(prefix)

@@ -158,18 +158,13 @@ class RowParallel:
         self._linear = Linear(weight, self.bias if place.tp.size == 1 else None, place, sums(place))
         self._few_rows = most_rows("linear_sums", place, bias)
 
-    @property
-    def weight(self) -> Tensor:
-        """[N, K / size]."""
-        return self._linear.weight
-
     def apply(self, x: Tensor) -> Tensor:
         """x [T, K / size] -> what `RMSNorm.add_apply` adds to the residual stream.
 
         It is [T, N], float32 where `sums` can, or for few rows partial sums of that, [S, T, N].
         """
         if 0 < x.shape[0] <= self._few_rows:
-            return kernels.linear_sums(x, self.weight)
+            return kernels.linear_sums(x, self._linear.weight)
         y = self._linear.apply(x)
         if self._tp.size == 1:
             return y
@@ -178,7 +173,7 @@ class RowParallel:
 
     def add_apply(self, x: Tensor, residual: Tensor) -> None:
         """residual [T, N] += apply(x) in one launch, where `few_rows.small_rows` allows it."""
-        kernels.linear_add(x, self.weight, residual)
+        kernels.linear_add(x, self._linear.weight, residual)
 
     def params(self, prefix: str) -> Params:
         weight = self._linear.weight

@@ -52,7 +52,7 @@ class DecoderLayer:
         return self.mlp.apply(self.post_norm.add_apply(x, residual))
 
     def add_apply(self, index: int, residual: Tensor, attn: Attention) -> None:
-        """Adds attention and MLP to the stream in place, in three launches and attn's, where `few_rows.small_rows`
+        """Adds attention and MLP to the stream in place, in four launches and attn's, where `few_rows.small_rows`
         allows it. Arguments as of `apply`.
         """
         qkv = self.attention.qkv.norm_apply(residual, self.input_norm)

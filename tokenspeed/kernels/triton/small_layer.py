@@ -74,17 +74,10 @@ def row_tile(
 
 @triton.jit
 def product(w, x, PARTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """w [N, K] and x [R, K] -> float32 [N, BLOCK_T]: PARTS sums over parts of K, then their sum.
-
-    R divides BLOCK_T; column t is of row t % R.
-    """
+    """w [N, K] and x [R, K], R = 1 or BLOCK_T -> float32 [N, BLOCK_T]: PARTS sums over parts of K, then their sum."""
     N: tl.constexpr = w.shape[0]
     DEPTH: tl.constexpr = w.shape[1] // PARTS
-    if x.shape[0] > 1 and x.shape[0] < BLOCK_T:
-        x = tl.broadcast_to(x[None], [BLOCK_T // x.shape[0], x.shape[0], w.shape[1]])
-        x = x.reshape(BLOCK_T, w.shape[1])
-    else:
-        x = tl.broadcast_to(x, [BLOCK_T, w.shape[1]])
+    x = tl.broadcast_to(x, [BLOCK_T, w.shape[1]])
     w = w.reshape(N, PARTS, DEPTH).permute(1, 0, 2)
     x = x.reshape(BLOCK_T, PARTS, DEPTH).permute(1, 2, 0)
     return tl.sum(tl.dot(w, x, input_precision="ieee"), 0)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed.kernels.triton.combine import Parts, combine, num_splits
+from tokenspeed.kernels.triton.combine import combine, num_splits
 from tokenspeed.kernels.triton.flash import (
     check_dense,
     check_layout,
@@ -51,7 +51,6 @@ def tree_attention_kernel(
     part_acc,
     part_peak,
     part_total,
-    part_used,
     scale,
     first_key,
     window,
@@ -107,11 +106,11 @@ def tree_attention_kernel(
     span = tl.maximum(prefix - low, 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(span, num_splits), BLOCK_S), 1) * BLOCK_S
     tail_split = tl.minimum(tl.cdiv(span, share), num_splits - 1)
-    out_row = row * (NUM_KV_HEADS * GROUP) + q_head
+    part = (row * (NUM_KV_HEADS * GROUP) + q_head) * num_splits + split
     if SPLIT and split > tail_split:  # a graph's launch is for the longest context
+        tl.store(part_peak + part, float("-inf"), present)
+        tl.store(part_total + part, 0.0, present)
         return
-    if SPLIT:
-        tl.store(part_used + out_row, tail_split + 1, present & (split == 0))
 
     # Pages are looked up a block ahead, the first time before q is waited for.
     table = block_table + request * stride_table
@@ -186,13 +185,12 @@ def tree_attention_kernel(
             )
 
     if SPLIT:
-        part = out_row * num_splits + split
         tl.store(part_acc + part[:, None] * DIM + dims[None, :], acc, tile)
         tl.store(part_peak + part, peak, present)
         tl.store(part_total + part, total, present)
     else:
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(out + out_row[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), tile)
+        tl.store(out + part[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), tile)
 
 
 def _warps(block_r: int) -> int:
@@ -218,16 +216,11 @@ def tree_attention(
     check_layout(k_cache, tail_k, tail_v)
     pages, seen = (k_cache, v_cache, block_table, prefix_lens), (mask, indices, first, window, max_prefix)
     count = tail_k.shape[1]
-    parts = _attend(q.flatten(0, 1), pages, seen, scale, (tail_k, tail_v) if count else None, count, count)
-    return combine(parts).view(q.shape)
+    out = _attend(q.flatten(0, 1), pages, seen, scale, (tail_k, tail_v) if count else None, count, count)
+    return out.view(q.shape)
 
 
-def rope_tree_attention(*args, **options) -> Tensor:
-    """See `tokenspeed.kernels.rope_tree_attention`."""
-    return combine(rope_attend(*args, **options))
-
-
-def rope_attend(
+def rope_tree_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -246,8 +239,8 @@ def rope_attend(
     scale: float,
     window: int | None,
     max_prefix: int | None = None,
-) -> Parts:
-    """`tokenspeed.kernels.rope_tree_attention` up to the combination of splits."""
+) -> Tensor:
+    """See `tokenspeed.kernels.rope_tree_attention`."""
     check_layout(k_cache, k, v)
     check_dense(cos_sin, positions, *(tail or ()), *(() if slots is None else (slots,)))
     pages, seen = (k_cache, v_cache, block_table, prefix_lens), (mask, indices, first, window, max_prefix)
@@ -266,8 +259,8 @@ def _attend(
     tail_start: int,
     num_tail: int,
     rows: tuple[Tensor, ...] | None = None,
-) -> Parts:
-    """Launches the kernel.
+) -> Tensor:
+    """Launches both kernels.
 
     Args:
         q: [B * N, Hq, D]. pages: caches, block table, prefix lengths. seen: what rows see, from `mask` on.
@@ -285,16 +278,15 @@ def _attend(
         raise ValueError(f"a tail has at most {_MAX_TAIL} keys, not {num_tail}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
-        return Parts(out, out, out, out, out, 1)
+        return out
     group = num_heads // num_kv_heads
     block_r = min(_MAX_ROWS, max(16, triton.next_power_of_2(num_nodes * group)))
     tiles = batch * triton.cdiv(num_nodes * group, block_r)
     longest = block_table.shape[1] * page_size if max_prefix is None else max_prefix
     splits = num_splits(tiles * num_kv_heads, longest, q.device)
-    count, pdl = num_rows * num_heads, has_pdl()
-    sizes = [count * splits * n for n in (dim, 1, 1)] + [count]
-    acc, peak, total, used = torch.empty(sum(sizes), dtype=torch.float32, device=q.device).split(sizes)
-    parts = Parts(out, acc, peak, total, used.view(torch.int32), splits)
+    parts = torch.empty((num_rows * num_heads * splits, dim + 2), dtype=torch.float32, device=q.device)
+    pdl = has_pdl()
+    acc, peak, total = parts.flatten().split([parts.shape[0] * n for n in (dim, 1, 1)])
     nothing = (q, q, q, prefix_lens, prefix_lens, k_cache, v_cache)  # what no kernel built without ROPE reads
     k, v, *others = nothing if rows is None else rows
     tail_k, tail_v = (k_cache, v_cache) if tail is None else tail
@@ -311,7 +303,10 @@ def _attend(
         prefix_lens,
         mask,
         indices,
-        *parts[:-1],
+        out,
+        acc,
+        peak,
+        total,
         scale * _LOG2E,
         first,
         window or 0,
@@ -342,4 +337,6 @@ def _attend(
         num_stages=2,
         **launch_options(pdl),
     )
-    return parts
+    if splits > 1:
+        combine(acc, peak, total, out, splits)
+    return out
