@@ -216,7 +216,7 @@ BUILDS: dict[str, list[Build]] = {
     ],
     "build_tree_kernel": [
         Build(dict(COUNT=count, BLOCK_N=n), types=(("nan", "*i1"),))
-        for count, n in ((128, 16), (1024, 16), (1024, 64))
+        for count, n in ((128, 16), (256, 16), (1024, 64), (8192, 64))
     ],
     "move_kv_kernel": [Build(dict(GROUP=g, BLOCK_M=16, BLOCK_E=256)) for g in (9, 16)],
     "linear_invariant_kernel": [

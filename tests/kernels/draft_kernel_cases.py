@@ -278,6 +278,13 @@ def case_build_tree(fn: Callable, m) -> None:
             root = m.ints(0, 99, 3)
             got, want = (build(root, *candidates, nodes) for build in (fn, reference.build_tree))
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    # Of 40 + 40 * 40 candidates, the very last is as good as its parent.
+    number = torch.arange(40 + 40 * 40, device=m.device)[None]
+    scores = torch.where((number < 40) | (number == number.max()), -1.0, -5.0)
+    candidates = number + 7, scores, torch.where(number < 40, -1, number // 40 - 1)
+    got, want = (build(number[:, 0], *candidates, 64) for build in (fn, reference.build_tree))
+    assert (want[0] == number.max() + 7).any()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def case_draft_rows(fn: Callable, m) -> None:

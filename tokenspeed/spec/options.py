@@ -12,9 +12,9 @@ MAX_STEPS, MAX_NODES, MAX_LANES = 16, 64, 64
 # requests leave room for many nodes beside the weights that are read anyway.
 GPU_SHAPES = {
     Shape(8, 4, 16): (1, 32),
-    Shape(6, 6, 32): (1, 2),
+    Shape(5, 4, 16): (1, 8),
     Shape(4, 2, 8): (1, 16),
-    Shape(5, 4, 8): (4, 96),
+    Shape(5, 4, 8): (12, 96),
     Shape(3, 2, 4): (24, 256),
     Shape(2, 1, 3): (48, 256),
 }

@@ -1,9 +1,8 @@
 """The candidate head's scan of the vocabulary in Triton: the c best of each row, and exact logits of them.
 
 The c best values of a row lie in the c blocks with the largest maxima. So one pass takes maxima, and a program a row
-then looks at c blocks only. Both choices are by bisection of a threshold over the bits of the values, which needs
-counts and no sorting. A row that will be drawn at a temperature goes by its scores and the noise of its tokens; the
-second pass makes that of its blocks once more.
+then looks at c blocks only (select.py makes both choices). A row that will be drawn at a temperature goes by its scores
+and the noise of its tokens; the second pass makes that of its blocks once more.
 """
 
 from typing import NamedTuple
@@ -16,47 +15,11 @@ from torch import Tensor
 from tokenspeed.kernels.rows import Draw
 from tokenspeed.kernels.triton.noise import run_noise, token_noise
 from tokenspeed.kernels.triton.pdl import early_options, wait_early
+from tokenspeed.kernels.triton.select import best_of, sort_keys, threshold_of
 
 _SCAN = 2048  # values a program of the first pass reads
 _BLOCK_H = 4096  # columns of row_dots that are on their way at once, at most
 COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
-
-
-@triton.jit
-def _keys(x, SHORT: tl.constexpr):
-    """Whole numbers that sort as float32 `x` does, NaN as -inf; SHORT: `x` was bfloat16, 16 bits say it all."""
-    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    if SHORT:
-        keys = bits >> 16
-    else:
-        keys = bits.to(tl.int64)  # differences of two need more than 32 bits
-    return keys
-
-
-@triton.jit
-def _threshold(keys, low, high, count):
-    """The largest t in [low, high] with at least `count` keys >= t; there are that many >= low."""
-    while low < high:
-        # Three counts in one sum, 21 bits each: what takes time here is to add up over all threads.
-        step = tl.maximum((high - low + 1) // 4, 1)
-        a, b, c = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
-        over_b, over_c = (keys >= b).to(tl.int64) << 21, (keys >= c).to(tl.int64) << 42
-        counts = tl.sum((keys >= a).to(tl.int64) + over_b + over_c, 0)
-        fits_a, fits_b = (counts & 0x1FFFFF) >= count, ((counts >> 21) & 0x1FFFFF) >= count
-        fits_c = (counts >> 42) >= count
-        high = tl.where(fits_c, high, tl.where(fits_b, c - 1, tl.where(fits_a, b - 1, a - 1)))
-        low = tl.where(fits_c, c, tl.where(fits_b, b, tl.where(fits_a, a, low)))
-    return low
-
-
-@triton.jit
-def _chosen(keys, threshold, count):
-    """Which keys are the `count` best: those over the threshold, then as many at it, the first ones."""
-    above = keys > threshold
-    level = keys == threshold
-    room = count - tl.sum(above.to(tl.int32), 0)
-    return above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
 
 
 @triton.jit(do_not_specialize=["depth"])
@@ -142,10 +105,10 @@ def candidate_select_kernel(
     blocks = tl.arange(0, BLOCKS)
     best = tl.load(maxima + row * num_blocks + blocks, blocks < num_blocks, float("-inf"))
     lowest = -65536 if SHORT else -4294967296  # below the key of -inf, which real blocks may have
-    keys = tl.where(blocks < num_blocks, _keys(best, SHORT), lowest)
+    keys = tl.where(blocks < num_blocks, sort_keys(best, SHORT), lowest)
     low = tl.min(tl.where(blocks < num_blocks, keys, -lowest), 0)
-    least = _threshold(keys, low, tl.max(keys, 0), count)
-    keep = _chosen(keys, least, count)
+    least = threshold_of(keys, low, tl.max(keys, 0), count)
+    keep = best_of(keys, least, count)
     tl.store(chosen + row * KEPT + tl.cumsum(keep.to(tl.int32), 0) - 1, blocks, keep)
     tl.debug_barrier()  # another thread has stored what this one loads
 
@@ -163,10 +126,10 @@ def candidate_select_kernel(
             token = tl.load(token_ids + place, real, 0) if MAPPED else place
             values += heat * token_noise(token, seed, position)
             least = tl.min(
-                tl.where(real, _keys(values, SHORT), -lowest), 0
+                tl.where(real, sort_keys(values, SHORT), -lowest), 0
             )  # a sum may be rounded otherwise here
-    keys = tl.where(real, _keys(values, SHORT), lowest)
-    keep = _chosen(keys, _threshold(keys, least, tl.max(keys, 0), count), count)
+    keys = tl.where(real, sort_keys(values, SHORT), lowest)
+    keep = best_of(keys, threshold_of(keys, least, tl.max(keys, 0), count), count)
     tl.store(candidates + row * count + tl.cumsum(keep.to(tl.int32), 0) - 1, place.to(tl.int64), keep)
 
     parts = tl.arange(0, PARTIAL)

@@ -2,7 +2,8 @@
 
 A step ranks the candidates of its rows, whose best are children, and picks the next lanes of the children.
 
-Numbers of nodes are small, so the best are picked one by one, or ranked by counting who comes before.
+Lanes are few, so they are picked one by one. A tree's nodes are the best of many candidates (select.py), which are
+then ranked by counting who comes before.
 """
 
 import torch
@@ -13,10 +14,17 @@ from torch import Tensor
 from tokenspeed.kernels.rows import Draw
 from tokenspeed.kernels.triton.noise import token_noise
 from tokenspeed.kernels.triton.pdl import early_options, wait_early
+from tokenspeed.kernels.triton.select import best_of, sort_keys, threshold_of
 
 _LOW = tl.constexpr(-1e30)  # stands for -inf and NaN
 _TAKEN = tl.constexpr(-(2**63))  # below every sortable score
 _COLDEST = tl.constexpr(1e-5)  # temperatures below it mean the best token
+_COUNTS = (
+    128,
+    256,
+    1024,
+    8192,
+)  # candidates of a tree that kernels are compiled for; the most are 64 + 64 * 64
 _FILTERED = tl.constexpr(10.0)  # taken off a candidate that the request's filters would drop
 
 
@@ -183,24 +191,33 @@ def build_tree_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Ranks a request's candidates, keeps nodes - 1 of them, and numbers these depth-first."""
+    """Keeps a request's nodes - 1 best candidates, ranks them, and numbers them depth-first."""
     wait_early(PDL)
     request = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, COUNT)
-    scores = all_scores + request * total
-    mine = tl.load(scores + every, every < total, float("-inf"))
+    mine = tl.load(all_scores + request * total + every, every < total, float("-inf"))
     tl.store(nan + request, tl.max(((mine == float("-inf")) & (every < total)).to(tl.int32), 0) != 0)
-    rank = tl.zeros((COUNT,), tl.int32)  # how many candidates come before
-    for start in range(0, COUNT, 16):
-        other = start + tl.arange(0, 16)
-        value = tl.load(scores + other, other < total, float("-inf"))
-        tie = (value[None, :] == mine[:, None]) & (other[None, :] < every[:, None])
-        rank += tl.sum(((value[None, :] > mine[:, None]) | tie).to(tl.int32), 1)
     kept = scratch + request * 3 * BLOCK_N  # candidates by rank; then masks and parents, for others to read
     masks, ups = kept + BLOCK_N, kept + 2 * BLOCK_N
+    lowest = -4294967296  # below the key of -inf, which candidates may have
+    keys = tl.where(every < total, sort_keys(mine + 0.0, False), lowest)  # one zero
+    low = tl.min(tl.where(every < total, keys, -lowest), 0)
+    chosen = best_of(keys, threshold_of(keys, low, tl.max(keys, 0), nodes - 1), nodes - 1)
+    tl.store(masks + tl.cumsum(chosen.to(tl.int32), 0) - 1, every.to(tl.int64), chosen)
+    tl.debug_barrier()
+    spot = tl.arange(0, BLOCK_N)
+    held = spot < nodes - 1
+    number = tl.load(masks + spot, held, 0)
+    value = tl.load(all_scores + request * total + number, held, float("-inf"))
+    tl.store(ups + spot, value.to(tl.int32, bitcast=True).to(tl.int64))
+    tl.debug_barrier()
+    others_value = tl.load(ups + spot).to(tl.int32).to(tl.float32, bitcast=True)
+    tie = (others_value[None, :] == value[:, None]) & (spot[None, :] < spot[:, None])
+    before = ((others_value[None, :] > value[:, None]) | tie) & held[None, :]
+    rank = tl.sum(before.to(tl.int32), 1)
     ranks += request * total
-    tl.store(ranks + every, tl.where(rank < nodes - 1, rank + 1, 0), every < total)  # the root has 0
-    tl.store(kept + 1 + rank, every.to(tl.int64), (rank < nodes - 1) & (every < total))
+    tl.store(ranks + number, rank + 1, held)  # the root has 0; a candidate is kept with its parent
+    tl.store(kept + 1 + rank, number, held)
     tl.debug_barrier()
 
     node = tl.arange(0, BLOCK_N)
@@ -313,7 +330,7 @@ def build_tree(
         *found,
         total,
         nodes,
-        COUNT=128 if total <= 128 else 1024,
+        COUNT=next(size for size in _COUNTS if total <= size),
         BLOCK_N=block,
         num_warps=4,
         **early_options(),
