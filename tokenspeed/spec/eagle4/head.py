@@ -14,7 +14,6 @@ from tokenspeed.layers.linear import ColumnParallel
 from tokenspeed.layers.parameter import Params, Placement
 
 _NUM_CANDIDATES = 64  # of a full head: so many scores are ranked once more, exactly
-
 _MAX_RANK = 256  # of a low-rank head whose scores are scanned where they are computed
 
 
