@@ -125,7 +125,7 @@ def test_nan_is_counted_by_tree_not_by_batch(target, draft, monkeypatch):
     sound = engine(target, draft)
     head, calls = sound.runner.engine.drafter.head, []
 
-    def topk(out, k, draw, plain=head.topk):
+    def candidates(out, k, draw, plain=head.candidates):
         calls.append(len(out))
         if len(out) == len(PROMPTS) and calls.count(len(PROMPTS)) in (2, 3):  # the roots of rounds 2 and 3
             out = out.index_fill(0, torch.tensor([1]), torch.nan)
@@ -133,6 +133,6 @@ def test_nan_is_counted_by_tree_not_by_batch(target, draft, monkeypatch):
 
     sound.generate(PROMPTS, greedy(12, ignore_eos=True))
     assert sound.scheduler.counters.spec_decode_num_nan_drafts == 0
-    monkeypatch.setattr(head, "topk", topk)
+    monkeypatch.setattr(head, "candidates", candidates)
     sound.generate(PROMPTS, greedy(12, ignore_eos=True))
     assert sound.scheduler.counters.spec_decode_num_nan_drafts == 2

@@ -24,7 +24,7 @@ def noise_of_the_position_before(fault: Fault) -> None:
 
 
 def noise_of_the_roots_children_at_every_depth(fault: Fault) -> None:
-    fault.change(EagleDrafter, "_children", lambda children, self, *args: children(self, *args[:-1], 1))
+    fault.change(EagleDrafter, "_grow", lambda grow, self, *args: grow(self, *args[:-1], 1))
 
 
 def noise_of_another_slots_seed(fault: Fault) -> None:

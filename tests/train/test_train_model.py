@@ -25,8 +25,8 @@ from tokenspeed.train.target import Inputs, Target
 def engine_outputs(drafter, tokens, aux, start: int, steps: int):
     """What the head is given at each step of a chain, and the chain, drafted after token start + 1."""
     table = append_text(drafter, tokens[: start + 2], aux[: start + 2], PAGE)
-    seen, topk = [], type(drafter.head).topk
-    drafter.head.topk = lambda out, k, draw: seen.append(out.clone()) or topk(drafter.head, out, k, draw)
+    seen, plain = [], drafter.head.candidates
+    drafter.head.candidates = lambda out, k, draw: seen.append(out.clone()) or plain(out, k, draw)
     frontier = Frontier(
         tokens[start + 1 : start + 2], aux[start : start + 1], torch.tensor([start + 1]), table, None
     )
